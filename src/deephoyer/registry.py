@@ -1,0 +1,51 @@
+"""Names for things that users choose by a word: each registry can be listed, with a line a name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, TypeVar
+
+from deephoyer.errors import UserError, unknown
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """Maps a name to what makes the thing; `make` also accepts a finished thing, or a name with settings."""
+
+    def __init__(self, kind: str, plural: str):
+        self.kind, self.plural = kind, plural
+        self._makers: dict[str, Callable[..., T]] = {}
+
+    def add(self, name: str, maker: Callable[..., T]) -> None:
+        self._makers[name] = maker
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._makers)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._makers
+
+    def __getitem__(self, name: str) -> Callable[..., T]:
+        if name not in self._makers:
+            raise unknown(self.kind, name, self, f"`deephoyer list {self.plural}` shows all {len(self._makers)}.")
+        return self._makers[name]
+
+    def make(self, choice: Any, **settings: Any) -> T:
+        """The thing called `choice`; a choice that is not a name is taken to be the thing itself."""
+        if not isinstance(choice, str):
+            if settings:
+                raise UserError(f"{self.kind}: settings {sorted(settings)} need a name, not {choice!r}.")
+            return choice  # type: ignore[no-any-return]
+        maker = self[choice]
+        try:
+            inspect.signature(maker).bind(**settings)
+        except TypeError as why:
+            takes = ", ".join(inspect.signature(maker).parameters) or "none"
+            raise UserError(f"{self.kind} {choice!r}: {why}; its settings: {takes}.") from None
+        return maker(**settings)
+
+    def describe(self) -> list[tuple[str, str]]:
+        """A line a name: the first line of each maker's docstring."""
+        return [(name, (inspect.getdoc(maker) or "").split("\n")[0]) for name, maker in self._makers.items()]
