@@ -1,3 +1,51 @@
 """deephoyer: make neural networks sparse, small and fast while they train."""
 
+from deephoyer.errors import UserError
+from deephoyer.groups import Channels, Elements, Filters, Grouping, IndexGroups
+from deephoyer.masks import Masks, prune
+from deephoyer.penalties import (
+    L1,
+    MCP,
+    SCAD,
+    Hoyer,
+    HoyerSquare,
+    Penalty,
+    TransformedL1,
+    TrimmedL1,
+    hoyer,
+    hoyer_measure,
+    hoyer_square,
+    trimming_threshold,
+)
+from deephoyer.regularizer import Regularizer
+from deephoyer.rules import Absolute, Density, PerLayer, StdRatio
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "Absolute",
+    "Channels",
+    "Density",
+    "Elements",
+    "Filters",
+    "Grouping",
+    "Hoyer",
+    "HoyerSquare",
+    "IndexGroups",
+    "L1",
+    "MCP",
+    "Masks",
+    "Penalty",
+    "PerLayer",
+    "Regularizer",
+    "SCAD",
+    "StdRatio",
+    "TransformedL1",
+    "TrimmedL1",
+    "UserError",
+    "hoyer",
+    "hoyer_measure",
+    "hoyer_square",
+    "prune",
+    "trimming_threshold",
+]

@@ -7,7 +7,9 @@ The commands print a `UserError` in one or two lines and exit with status 2; in 
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable
+from typing import Any
 
 
 class UserError(ValueError):
@@ -22,3 +24,11 @@ def unknown(kind: str, name: object, known: Iterable[str], hint: str = "") -> Us
     article = "an" if kind[:1] in "aeiou" else "a"
     text = f"{name!r} is not {article} {kind}. {guess}"
     return UserError(text + (hint or "Known: " + ", ".join(names) + "."))
+
+
+def not_negative(value: Any, what: str) -> float:
+    """The value as a float, refused when it is negative or not a finite number."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or value < 0:
+        raise UserError(f"{what} is {value!r}; it must be a finite number, 0 or more.")
+    return float(value)

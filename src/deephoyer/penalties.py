@@ -78,7 +78,8 @@ class HoyerSquare(ScaleFree):
     """(Σr)² / Σr²: between 1 and n, blind to scale, least where few magnitudes carry all the weight."""
 
     def value(self, r: Tensor) -> Tensor:
-        return _ratio(r.sum(), torch.linalg.vector_norm(r)) ** 2
+        s1, s2 = r.sum(), r.square().sum()
+        return s1 * _ratio(s1, s2)
 
     def line(self, s1: Tensor, s2: Tensor) -> tuple[Tensor, Tensor]:
         a = _ratio(2 * s1, s2)
@@ -191,7 +192,7 @@ def hoyer_measure(x: Tensor) -> Tensor:
 
     An all-zero tensor has no direction; its measure is 1, and so is that of a single element.
 
-    >>> hoyer_measure(torch.tensor([0.0, 5.0, 0.0]))
+    >>> hoyer_measure(torch.tensor([0.0, 4.0, 0.0, 0.0]))
     tensor(1.)
     """
     root = math.sqrt(x.numel())

@@ -37,7 +37,7 @@ class Registry(Generic[T]):
         if not isinstance(choice, str):
             if settings:
                 raise UserError(f"{self.kind}: settings {sorted(settings)} need a name, not {choice!r}.")
-            return choice  # type: ignore[no-any-return]
+            return choice
         maker = self[choice]
         try:
             inspect.signature(maker).bind(**settings)

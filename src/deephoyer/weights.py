@@ -30,9 +30,7 @@ class Weight:
     groups: int = 1
 
 
-def find_weights(
-    model: nn.Module, select: str | Iterable[str] | None = None, frozen: bool = False
-) -> list[Weight]:
+def find_weights(model: nn.Module, select: str | Iterable[str] | None = None, frozen: bool = False) -> list[Weight]:
     """The parameters that match the glob patterns `select`, each once however often it is tied.
 
     By default the weights of linear and convolution layers: no biases, norms or embeddings. A pattern
@@ -52,10 +50,7 @@ def find_weights(
     found: dict[int, Weight] = {}
     unmatched = set(patterns or ())
     for name, tensor in model.named_parameters(remove_duplicate=False):
-        if patterns is None:
-            wanted = name in layer_of
-        else:
-            wanted = _wanted(name, patterns, unmatched)
+        wanted = name in layer_of if patterns is None else _wanted(name, patterns, unmatched)
         if wanted and id(tensor) not in found and (tensor.requires_grad or frozen):
             found[id(tensor)] = _place(name, tensor, layer_of.get(name))
     positive = {p for p in unmatched if not p.startswith("!")}

@@ -1,0 +1,207 @@
+"""Masks: the one truth about which weights are zero.
+
+`prune` makes them by a rule; they are applied to weights, held during training so that no optimizer
+brings a weight back, and saved with the weights. How the weights got small is not known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deephoyer.errors import UserError
+from deephoyer.groups import Grouping, Unit, groupings
+from deephoyer.penalties import wide
+from deephoyer.rules import Rule, Scores, Verdict
+from deephoyer.weights import find_weights
+
+
+@dataclass(frozen=True)
+class Count:
+    """How many of a parameter's weights stay."""
+
+    total: int
+    left: int
+
+    @property
+    def density(self) -> float:
+        return self.left / self.total
+
+
+class Masks(Mapping[str, Tensor]):
+    """Boolean tensors by parameter name: True stays, False is zero.
+
+    >>> masks = Masks({"weight": torch.tensor([[True, False]])})
+    >>> model = nn.Linear(2, 1)
+    >>> _ = masks.apply(model); model.weight[0, 1].item(), masks.density
+    (0.0, 0.5)
+    """
+
+    def __init__(self, masks: Mapping[str, Tensor], model: nn.Module | None = None):
+        for name, mask in masks.items():
+            if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+                raise UserError(f"masks: {name} is not a boolean tensor.")
+        self._masks = dict(masks)
+        self._model = model
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._masks[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._masks)
+
+    def __len__(self) -> int:
+        return len(self._masks)
+
+    def __repr__(self) -> str:
+        return f"Masks({len(self)} tensors, density {self.density:.4g})"
+
+    @property
+    def density(self) -> float:
+        """The share of all masked parameters' weights that stays."""
+        counts = self.counts().values()
+        return sum(c.left for c in counts) / max(1, sum(c.total for c in counts))
+
+    def counts(self) -> dict[str, Count]:
+        """For each parameter how many weights it has, and how many stay."""
+        return {name: Count(m.numel(), int(m.sum())) for name, m in self.items()}
+
+    def __and__(self, other: Masks) -> Masks:
+        """What stays in both; a parameter that only one of them masks keeps that mask."""
+        return self._join(other, torch.logical_and)
+
+    def __or__(self, other: Masks) -> Masks:
+        """What stays in either; a parameter that only one of them masks is not masked."""
+        return self._join(other, torch.logical_or)
+
+    def _join(self, other: Masks, how: Any) -> Masks:
+        joined = {}
+        for name in [*self, *(n for n in other if n not in self)]:
+            if name in self and name in other:
+                if self[name].shape != other[name].shape:
+                    raise UserError(f"masks: {name} has shapes {_shape(self[name])} and {_shape(other[name])}.")
+                joined[name] = how(self[name], other[name])
+            elif how is torch.logical_and:
+                joined[name] = self[name] if name in self else other[name]
+        return Masks(joined, self._model)
+
+    @torch.no_grad()
+    def apply(self, model: nn.Module | None = None) -> Masks:
+        """Sets what does not stay to exactly 0.0."""
+        for tensor, drop in self._drops(model):
+            tensor.masked_fill_(drop, 0)
+        return self
+
+    def hold(self, optimizer: torch.optim.Optimizer, model: nn.Module | None = None) -> Hold:
+        """Keeps the zeros exactly zero after every step of the optimizer, in the weights and in its state.
+
+        Momentum, Adam's moments and weight decay can't bring a weight back; a checkpoint saved
+        between steps has the zeros in it. `hold(...).release()` ends it.
+        """
+        return Hold(optimizer, self._drops(model))
+
+    def _drops(self, model: nn.Module | None) -> list[tuple[Tensor, Tensor]]:
+        model = self._model if model is None else model
+        if model is None:
+            raise UserError("masks: which model? These were not made by prune(); pass the model.")
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for name, mask in self.items():
+            if name not in parameters:
+                raise UserError(f"masks: the model has no parameter {name!r}.")
+            if parameters[name].shape != mask.shape:
+                raise UserError(f"masks: {name} is {_shape(parameters[name])}, its mask {_shape(mask)}.")
+            pairs.append((parameters[name], ~mask.to(parameters[name].device)))
+        return pairs
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {name: mask.clone() for name, mask in self.items()}
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Tensor], model: nn.Module | None = None) -> Masks:
+        """Masks again, from what `state_dict` gave; with a model they are applied to it."""
+        masks = cls(state, model)
+        return masks if model is None else masks.apply()
+
+
+class Hold:
+    """A step-post hook that zeroes what the masks drop, in the parameters and in the optimizer's state."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, drops: list[tuple[Tensor, Tensor]]):
+        self._optimizer, self._drops = optimizer, drops
+        self._handle = optimizer.register_step_post_hook(lambda *_: self.zero_())
+        self.zero_()
+
+    @torch.no_grad()
+    def zero_(self) -> None:
+        for tensor, drop in self._drops:
+            tensor.masked_fill_(drop, 0)
+            for value in self._optimizer.state.get(tensor, {}).values():
+                if isinstance(value, Tensor) and value.shape == drop.shape:
+                    value.masked_fill_(drop, 0)
+
+    def release(self) -> None:
+        self._handle.remove()
+
+
+@torch.no_grad()
+def prune(
+    model: nn.Module,
+    rule: Rule,
+    groups: str | Grouping | Iterable[str | Grouping] = "elements",
+    select: str | Iterable[str] | None = None,
+    allow_empty: bool = False,
+) -> Masks:
+    """Zeroes the groups that the rule finds too small, in place, and gives the masks.
+
+    A weight stays when all groups it is in stay. A rule that would leave nothing of a layer raises
+    and changes nothing, unless `allow_empty` is set.
+
+    >>> from deephoyer.rules import Density
+    >>> masks = prune(nn.Linear(10, 10), Density(0.2)); masks.density
+    0.2
+    """
+    weights = find_weights(model, select)
+    units = [unit for grouping in groupings(groups) for unit in grouping.units(weights)]
+    scores = [_scores(unit) for unit in units]
+    masks: dict[str, Tensor] = {}
+    for unit, verdict in zip(units, rule.judge(scores), strict=True):
+        if not allow_empty and not verdict.keep.any() and _is_layer(unit.tensors):
+            raise _empty(unit, rule, verdict)
+        gone = unit.spread((~verdict.keep).float())
+        for name, tensor, dead in zip(unit.names, unit.tensors, gone, strict=True):
+            stays = (dead == 0).expand(tensor.shape)
+            masks[name] = masks[name] & stays if name in masks else stays.clone()
+    if not allow_empty:
+        for name, mask in masks.items():
+            if not mask.any() and _is_layer([mask]):
+                raise UserError(f"prune: {rule} would leave nothing of {name} once its filters and channels are gone.")
+    return Masks(masks, model).apply()
+
+
+def _scores(unit: Unit) -> Scores:
+    r = unit.magnitudes()
+    if not r.isfinite().all():
+        raise UserError(f"prune: {unit.name} holds weights that are not finite.")
+    elements = torch.cat([wide(t).flatten() for t in unit.tensors])
+    return Scores(unit.names, r / unit.sizes().to(r).sqrt(), elements.std(correction=0).item())
+
+
+def _is_layer(tensors: Iterable[Tensor]) -> bool:
+    """Biases and norms may vanish whole; a layer that does cuts the network in two."""
+    return any(t.dim() > 1 for t in tensors)
+
+
+def _empty(unit: Unit, rule: Rule, verdict: Verdict) -> UserError:
+    return UserError(
+        f"prune: {rule} would leave nothing of {unit.name}: all of it is under its threshold {verdict.threshold:.4g}. "
+        "Lower the threshold, or pass allow_empty=True."
+    )
+
+
+def _shape(t: Tensor) -> str:
+    return "×".join(str(n) for n in t.shape)

@@ -1,0 +1,228 @@
+"""The regularizer: which parameters, which penalty on which groups, how strong.
+
+`loss()` is differentiable; `add_grad_()` adds the same gradient in closed form, without an autograd
+graph; `attach(optimizer)` calls that before every optimizer step. Not here: data, stages, masks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deephoyer import strength as strengths
+from deephoyer.errors import UserError, not_negative, unknown
+from deephoyer.groups import Grouping, Unit, groupings
+from deephoyer.penalties import PENALTIES, HoyerSquare, Penalty, hoyer_measure, trimming_threshold
+from deephoyer.weights import find_weights
+
+
+@dataclass(eq=False)
+class Term:
+    """One penalty value: `scale` × penalty(magnitudes of the unit). The scale is a tensor on the unit's device."""
+
+    kind: str
+    unit: Unit
+    penalty: Penalty
+    scale: Tensor
+
+    def value(self) -> Tensor:
+        return self.scale * self.penalty.value(self.unit.magnitudes())
+
+    def coefficients(self) -> list[Tensor]:
+        """For each tensor of the unit what to multiply it by to get its gradient: Σ p'(r_g) / r_g, 0 where r_g = 0."""
+        r = self.unit.magnitudes()
+        alive = r > 0
+        c = torch.where(alive, self.penalty.slope(r) / torch.where(alive, r, torch.ones_like(r)), torch.zeros_like(r))
+        return self.unit.spread(self.scale * c)
+
+
+class Regularizer:
+    """strength × penalty(magnitudes of groups), summed over the selected parameters of a model.
+
+    `groups` may join several kinds with `+`; `strength` is a number, a schedule from
+    `deephoyer.strength`, any callable of the step, or one of these for each kind of group.
+
+    >>> model = nn.Linear(4, 3)
+    >>> reg = Regularizer(model, "hoyer-square", "filters+channels", strength={"filters": 1e-4, "channels": 2e-4})
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> _ = reg.attach(optimizer)
+    >>> model(torch.ones(2, 4)).sum().backward(); optimizer.step()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        penalty: str | Penalty = "hoyer-square",
+        groups: str | Grouping | Iterable[str | Grouping] = "elements",
+        strength: Any = 1e-4,
+        select: str | Iterable[str] | None = None,
+    ):
+        self.penalty = PENALTIES.make(penalty)
+        weights = find_weights(model, select)
+        chosen = groupings(groups)
+        self.schedules = _schedules(strength, [g.name for g in chosen])
+        self.steps = 0
+        self.terms: list[Term] = []
+        for grouping in chosen:
+            for unit in grouping.units(weights):
+                self.terms.append(Term(grouping.name, unit, self.penalty, _scale_for(unit)))
+        self._handles: list[Any] = []
+        self._rescale()
+
+    # The penalty and its gradient
+
+    def loss(self) -> Tensor:
+        """The penalty, to be added to the training loss; call `step()` yourself if the strength is scheduled."""
+        return torch.stack([term.value().to(self.terms[0].scale) for term in self.terms]).sum()
+
+    @torch.no_grad()
+    def add_grad_(self) -> None:
+        """Adds the penalty's gradient to every `.grad`, and advances a scheduled strength by a step.
+
+        Call it between `backward()` and the optimizer's step: before clipping to have the penalty
+        clipped too, after it (as `attach` does) to leave it whole.
+        """
+        self._add_grad_(self.terms)
+        self.step()
+
+    def _add_grad_(self, terms: Iterable[Term], times: Tensor | None = None) -> None:
+        for term in terms:
+            for tensor, c in zip(term.unit.tensors, term.coefficients(), strict=True):
+                if not tensor.requires_grad:
+                    continue
+                if tensor.grad is None:
+                    tensor.grad = torch.zeros_like(tensor)
+                tensor.grad.add_((c if times is None else c * times) * tensor)
+
+    def step(self) -> None:
+        """Advances a scheduled strength. `add_grad_` and an attached optimizer do it themselves."""
+        self.steps += 1
+        if not all(isinstance(s, strengths.Constant) for s in self.schedules.values()):
+            self._rescale()
+
+    def _rescale(self) -> None:
+        now = {k: not_negative(s(self.steps), f"strength of {k}") for k, s in self.schedules.items()}
+        for term in self.terms:
+            term.scale.fill_(now[term.kind])
+
+    # In somebody's training loop
+
+    def attach(self, *optimizers: torch.optim.Optimizer) -> Regularizer:
+        """Adds the gradient before every step of the optimizers, which together must hold all parameters.
+
+        With AMP's GradScaler the gradient is added after unscaling; a fused optimizer that unscales
+        by itself gets it scaled likewise. Clipping comes before the step, so it does not touch the penalty.
+        """
+        if self._handles:
+            raise UserError("this regularizer is attached already; call detach() first.")
+        shares = self._share_out(optimizers)
+        for optimizer, terms in zip(optimizers, shares, strict=True):
+            self._handles.append(optimizer.register_step_pre_hook(self._hook(terms, optimizer is optimizers[-1])))
+        return self
+
+    def detach(self) -> None:
+        """Undoes `attach`."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _share_out(self, optimizers: tuple[torch.optim.Optimizer, ...]) -> list[list[Term]]:
+        owned = [{id(p) for group in o.param_groups for p in group["params"]} for o in optimizers]
+        shares: list[list[Term]] = [[] for _ in optimizers]
+        for term in self.terms:
+            trained = [(n, t) for n, t in zip(term.unit.names, term.unit.tensors, strict=True) if t.requires_grad]
+            for share, ids in zip(shares, owned, strict=True):
+                if all(id(t) in ids for _, t in trained):
+                    share.append(term)
+                    break
+            else:
+                lost = [n for n, t in trained if not any(id(t) in ids for ids in owned)] or [n for n, _ in trained]
+                raise UserError(
+                    f"attach: {lost[0]} is regularized, but no one optimizer given holds it. "
+                    "Give every optimizer of the model, or leave the parameter out with select=."
+                )
+        return shares
+
+    def _hook(self, terms: list[Term], last: bool) -> Any:
+        @torch.no_grad()
+        def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
+            if closure is not None:
+                raise UserError(
+                    f"{type(optimizer).__name__}.step(closure) computes gradients inside the step, where an attached "
+                    "regularizer can't add to them. Add reg.loss() to the loss in the closure instead of attach()."
+                )
+            self._add_grad_(terms, getattr(optimizer, "grad_scale", None))
+            if last:
+                self.step()
+
+        return before_step
+
+    # Looking at it
+
+    def strength_now(self) -> dict[str, float]:
+        """The strength of each kind of group at this step."""
+        return {kind: s(self.steps) for kind, s in self.schedules.items()}
+
+    @torch.no_grad()
+    def stats(self) -> dict[str, dict[str, float]]:
+        """For each unit: its penalty's value (without strength), the effective density H_S/n, the Hoyer measure,
+        the trimming threshold, and the share of its groups under that."""
+        return {f"{term.unit.name} ({term.kind})": _unit_stats(term) for term in self.terms}
+
+    @torch.no_grad()
+    def effective_density(self) -> Tensor:
+        """Σ H_S(r) / Σ n over all units, without waiting for the device: about the share of groups that will be left."""
+        r = [term.unit.magnitudes() for term in self.terms]
+        hs = torch.stack([HoyerSquare().value(x) for x in r]).sum()
+        return hs / sum(x.numel() for x in r)
+
+    # Saving
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps, "strength": {k: strengths.to_state(s) for k, s in self.schedules.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes up the step and the strengths; a strength that was a callable of your own stays the one given now."""
+        saved = dict(state["strength"])
+        if set(saved) != set(self.schedules):
+            raise UserError(f"this state is for groups {sorted(saved)}, the regularizer has {sorted(self.schedules)}.")
+        self.steps = int(state["steps"])
+        for kind, settings in saved.items():
+            if settings is not None:
+                self.schedules[kind] = strengths.from_state(settings)
+        self._rescale()
+
+
+def _schedules(strength: Any, kinds: list[str]) -> dict[str, strengths.Schedule]:
+    if not isinstance(strength, Mapping):
+        return {kind: strengths.schedule(strength) for kind in kinds}
+    for kind in strength:
+        if kind not in kinds:
+            raise unknown("group of this regularizer", kind, kinds)
+    missing = [k for k in kinds if k not in strength]
+    if missing:
+        raise UserError(f"strength: {missing[0]!r} has none; give one for each of {', '.join(kinds)}.")
+    return {kind: strengths.schedule(strength[kind]) for kind in kinds}
+
+
+def _scale_for(unit: Unit) -> Tensor:
+    tensor = unit.tensors[0]
+    wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+    return torch.zeros((), dtype=wide, device=tensor.device)
+
+
+def _unit_stats(term: Term) -> dict[str, float]:
+    r = term.unit.magnitudes()
+    threshold = trimming_threshold(r)
+    return {
+        "value": term.penalty.value(r).item(),
+        "effective_density": HoyerSquare().value(r).item() / r.numel(),
+        "hoyer_measure": hoyer_measure(r).item(),
+        "trimming_threshold": threshold.item(),
+        "share_below": (r < threshold).float().mean().item(),
+    }

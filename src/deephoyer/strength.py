@@ -1,0 +1,96 @@
+"""How strong a penalty is at each step: a number, a warm-up, or any callable of the step.
+
+A schedule is a pure function of the step, so that a resumed run is as strong as one never cut off.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from deephoyer.errors import UserError, not_negative, unknown
+
+Schedule = Callable[[int], float]
+
+
+@dataclass(frozen=True)
+class Constant:
+    """the same at every step"""
+
+    value: float
+
+    def __post_init__(self) -> None:
+        not_negative(self.value, "strength")
+
+    def __call__(self, step: int) -> float:
+        return self.value
+
+
+@dataclass(frozen=True)
+class Linear:
+    """a straight line from `start` to `value` over the first `steps`, then constant
+
+    >>> [Linear(1.0, steps=4)(s) for s in (0, 1, 4, 9)]
+    [0.0, 0.25, 1.0, 1.0]
+    """
+
+    value: float
+    steps: int
+    start: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_warmup(self.value, self.start, self.steps)
+
+    def __call__(self, step: int) -> float:
+        done = min(step / self.steps, 1.0)
+        return self.start + (self.value - self.start) * done
+
+
+@dataclass(frozen=True)
+class Cosine:
+    """half a cosine from `start` to `value` over the first `steps`, then constant"""
+
+    value: float
+    steps: int
+    start: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_warmup(self.value, self.start, self.steps)
+
+    def __call__(self, step: int) -> float:
+        done = min(step / self.steps, 1.0)
+        return self.start + (self.value - self.start) * (1 - math.cos(math.pi * done)) / 2
+
+
+def _check_warmup(value: float, start: float, steps: int) -> None:
+    not_negative(value, "strength")
+    not_negative(start, "strength at the start")
+    if not isinstance(steps, int) or steps < 1:
+        raise UserError(f"strength: steps is {steps!r}; a warm-up takes 1 step or more.")
+
+
+SCHEDULES: dict[str, type] = {"constant": Constant, "linear": Linear, "cosine": Cosine}
+
+
+def schedule(choice: Any) -> Schedule:
+    """A number, a schedule or a callable, as a schedule."""
+    return choice if callable(choice) else Constant(not_negative(choice, "strength"))
+
+
+def to_state(made: Schedule) -> dict[str, Any] | None:
+    """What `state_dict` keeps of a schedule; a user's own callable can't be kept and is None."""
+    for kind, cls in SCHEDULES.items():
+        if type(made) is cls:
+            return {"kind": kind, **vars(made)}
+    return None
+
+
+def from_state(state: dict[str, Any]) -> Schedule:
+    settings = dict(state)
+    kind = settings.pop("kind", None)
+    if kind not in SCHEDULES:
+        raise unknown("schedule", kind, SCHEDULES)
+    made: Schedule = SCHEDULES[kind](**settings)
+    return made
