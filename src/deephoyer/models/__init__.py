@@ -1,0 +1,57 @@
+"""The networks of the paper's tables, by name: `make("lenet-5")`. `deephoyer list models` shows them.
+
+Each is a plain `nn.Module` and knows nothing of penalties, masks or data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from deephoyer.errors import UserError
+from deephoyer.models.alexnet import AlexNet
+from deephoyer.models.lenet import LeNet5, LeNet300
+from deephoyer.models.resnet_cifar import CIFAR_DEPTHS, cifar_resnet
+from deephoyer.models.resnet_imagenet import resnet50
+from deephoyer.registry import Registry
+
+MODELS: Registry[nn.Module] = Registry("model", "models")
+_INPUT_SHAPES: dict[str, tuple[int, ...]] = {}
+
+
+def register(name: str, maker: Callable[..., nn.Module], input_shape: tuple[int, ...]) -> None:
+    """Gives a network a name, and says what one input looks like (without the batch dimension)."""
+    MODELS.add(name, maker)
+    _INPUT_SHAPES[name] = input_shape
+
+
+def make(name: str, **settings: Any) -> nn.Module:
+    """The network called `name`, freshly initialised.
+
+    >>> sum(p.numel() for p in make("lenet-300-100").parameters() if p.dim() > 1)
+    266200
+    """
+    try:
+        return MODELS.make(name, **settings)
+    except UserError as why:
+        where = f"model {name!r}: "
+        raise why if str(why).startswith(("model", repr(name))) else UserError(where + str(why)) from None
+
+
+def input_shape(name: str) -> tuple[int, ...]:
+    """What one input of the network looks like, without the batch dimension.
+
+    >>> input_shape("lenet-5")
+    (1, 28, 28)
+    """
+    return _INPUT_SHAPES[name] if MODELS[name] else ()
+
+
+register("lenet-300-100", LeNet300, (1, 28, 28))
+register("lenet-5", LeNet5, (1, 28, 28))
+for _depth in CIFAR_DEPTHS:
+    register(f"resnet-{_depth}", cifar_resnet(_depth), (3, 32, 32))
+register("alexnet", AlexNet, (3, 227, 227))
+register("resnet-50", resnet50, (3, 224, 224))

@@ -1,0 +1,38 @@
+"""The two LeNets of the paper's MNIST tables (layer sizes as in LeCun et al. 1998's Caffe descendants)."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from deephoyer.models.settings import count
+
+
+class LeNet300(nn.Module):
+    """784-300-100-10 with ReLU: 266,200 weights"""
+
+    def __init__(self, classes: int = 10):
+        super().__init__()
+        self.fc1 = nn.Linear(784, 300)
+        self.fc2 = nn.Linear(300, 100)
+        self.fc3 = nn.Linear(100, count("classes", classes))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.fc1(x.flatten(1)))
+        return self.fc3(F.relu(self.fc2(x)))
+
+
+class LeNet5(nn.Module):
+    """two 5×5 convolutions (20, 50) and two linear layers (500, 10): 430,500 weights"""
+
+    def __init__(self, classes: int = 10):
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 20, 5)
+        self.conv2 = nn.Conv2d(20, 50, 5)
+        self.fc1 = nn.Linear(800, 500)
+        self.fc2 = nn.Linear(500, count("classes", classes))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.max_pool2d(F.relu(self.conv1(x)), 2)
+        x = F.max_pool2d(F.relu(self.conv2(x)), 2)
+        return self.fc2(F.relu(self.fc1(x.flatten(1))))
