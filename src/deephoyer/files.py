@@ -1,0 +1,69 @@
+"""Files that are either the old one or the new one, whole, whenever the machine stops.
+
+Checkpoints, exports and reports are written through here. What is in them is not known here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from pathlib import Path
+
+from deephoyer.errors import UserError
+
+
+def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
+    """Writes `content` to a temporary file beside `path`, syncs it, and renames it into place.
+
+    A disk that is full or read-only, or a folder that does not exist, is a `UserError` naming the path;
+    what was at `path` before is then still there and no temporary file is left.
+    """
+    target = Path(path)
+    try:
+        temporary = _write_beside(target, content)
+        try:
+            os.replace(temporary, target)
+        except BaseException:
+            _remove(temporary)
+            raise
+        _sync_folder(target.parent)
+    except OSError as why:
+        raise UserError(f"{target}: can't be written: {why.strerror or why}.") from why
+
+
+def _write_beside(target: Path, content: bytes) -> str:
+    handle, temporary = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o666 & ~_umask())
+    except BaseException:
+        # Ctrl-C too: an interrupted write must not leave its half behind.
+        _remove(temporary)
+        raise
+    return temporary
+
+
+def _remove(path: str) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(path)
+
+
+def _umask() -> int:
+    """mkstemp makes files that only their owner can read; a result should have the usual rights."""
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask
+
+
+def _sync_folder(folder: Path) -> None:
+    """The new name is on disk only once its folder is. Some file systems can't sync a folder: then it's theirs."""
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
