@@ -176,7 +176,7 @@ class Regularizer:
 
     @torch.no_grad()
     def effective_density(self) -> Tensor:
-        """Σ H_S(r) / Σ n over all units, without waiting for the device: about the share of groups that will be left."""
+        """Σ H_S(r) / Σ n over all units: about the share of groups that will be left. Does not wait for the device."""
         r = [term.unit.magnitudes() for term in self.terms]
         hs = torch.stack([HoyerSquare().value(x) for x in r]).sum()
         return hs / sum(x.numel() for x in r)
