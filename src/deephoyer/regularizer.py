@@ -80,14 +80,16 @@ class Regularizer:
         return torch.stack([term.value().to(self.terms[0].scale) for term in self.terms]).sum()
 
     @torch.no_grad()
-    def add_grad_(self) -> None:
+    def add_grad_(self, advance: bool = True) -> None:
         """Adds the penalty's gradient to every `.grad`, and advances a scheduled strength by a step.
 
         Call it between `backward()` and the optimizer's step: before clipping to have the penalty
-        clipped too, after it (as `attach` does) to leave it whole.
+        clipped too, after it (as `attach` does) to leave it whole. In a captured step, pass
+        `advance=False` and call `step()` outside of the capture.
         """
         self._add_grad_(self.terms)
-        self.step()
+        if advance:
+            self.step()
 
     def _add_grad_(self, terms: Iterable[Term], times: Tensor | None = None) -> None:
         for term in terms:
