@@ -1,0 +1,26 @@
+"""Data sets by name, as tensors: `load("mnist")`. `deephoyer list data` shows them.
+
+Nothing here knows of models or training; batches are cut where they are used.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deephoyer.data.dataset import Dataset
+from deephoyer.data.mnist import mnist as read_mnist
+from deephoyer.registry import Registry
+
+__all__ = ["DATASETS", "Dataset", "load"]
+
+DATASETS: Registry[Dataset] = Registry("data set", "data")
+DATASETS.add("mnist", read_mnist)
+
+
+def load(name: str, **settings: Any) -> Dataset:
+    """The data set called `name`; what it takes to read it is done once a process.
+
+    >>> load("mnist", limit=100).train_x.shape
+    torch.Size([100, 1, 28, 28])
+    """
+    return DATASETS.make(name, **settings)

@@ -33,11 +33,12 @@ def make(name: str, **settings: Any) -> nn.Module:
     >>> sum(p.numel() for p in make("lenet-300-100").parameters() if p.dim() > 1)
     266200
     """
+    MODELS[name]  # an unknown name gets the registry's error, with its guess
     try:
         return MODELS.make(name, **settings)
     except UserError as why:
-        where = f"model {name!r}: "
-        raise why if str(why).startswith(("model", repr(name))) else UserError(where + str(why)) from None
+        text = str(why)
+        raise UserError(text if text.startswith("model ") else f"model {name!r}: {text}") from None
 
 
 def input_shape(name: str) -> tuple[int, ...]:
@@ -46,7 +47,8 @@ def input_shape(name: str) -> tuple[int, ...]:
     >>> input_shape("lenet-5")
     (1, 28, 28)
     """
-    return _INPUT_SHAPES[name] if MODELS[name] else ()
+    MODELS[name]  # an unknown name gets the registry's error, with its guess
+    return _INPUT_SHAPES[name]
 
 
 register("lenet-300-100", LeNet300, (1, 28, 28))

@@ -23,9 +23,9 @@ def resnet50(classes: int = 1000, stride: str = "conv2") -> nn.Module:
             f"model 'resnet-50' comes from torchvision, which can't be imported ({why}). "
             "`pip install 'deephoyer[vision]'` installs it."
         ) from None
-    model: nn.Module = build(weights=None, num_classes=classes)
+    model = build(weights=None, num_classes=classes)
     if stride == "conv1":
         for stage in (model.layer2, model.layer3, model.layer4):
-            first = stage[0]  # type: ignore[index]
+            first = stage[0]
             first.conv1.stride, first.conv2.stride = (2, 2), (1, 1)
     return model
