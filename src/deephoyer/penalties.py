@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from deephoyer.errors import UserError
+from deephoyer.errors import UserError, not_negative
 from deephoyer.registry import Registry
 
 
@@ -22,8 +22,12 @@ def wide(x: Tensor) -> Tensor:
 
 
 def _ratio(a: Tensor, b: Tensor) -> Tensor:
-    """a / b, and 0 where b is 0, with gradient 0 there too: an all-zero tensor is never NaN."""
-    zero = b == 0
+    """a / b, and 0 where b is 0, with gradient 0 there too: an all-zero tensor is never NaN.
+
+    A sum of squares that small (below 1e-31 in float32) has lost its digits: its weights are as good as zero.
+    """
+    info = torch.finfo(b.dtype)
+    zero = b < info.tiny / info.eps
     return torch.where(zero, torch.zeros_like(b), a / torch.where(zero, torch.ones_like(b), b))
 
 
@@ -35,6 +39,13 @@ class Penalty:
 
     def slope(self, r: Tensor) -> Tensor:
         raise NotImplementedError
+
+    def coefficient(self, r: Tensor) -> Tensor:
+        """slope / r, what a group's weights are multiplied by in the gradient: 0 where r is 0, never infinite."""
+        alive = r > 0
+        c = self.slope(r) / torch.where(alive, r, torch.ones_like(r))
+        most = torch.finfo(r.dtype).max ** 0.5  # a weight so small that this binds is far below rounding
+        return torch.where(alive, c.clamp(-most, most), torch.zeros_like(r))
 
     def __repr__(self) -> str:
         settings = ", ".join(f"{k}={v}" for k, v in vars(self).items())
@@ -67,11 +78,12 @@ class Hoyer(ScaleFree):
     """Σr / √Σr²: between 1 and √n, blind to scale."""
 
     def value(self, r: Tensor) -> Tensor:
-        return _ratio(r.sum(), torch.linalg.vector_norm(r))
+        norm = torch.linalg.vector_norm(r)
+        return _ratio(r.sum() * norm, norm.square())
 
     def line(self, s1: Tensor, s2: Tensor) -> tuple[Tensor, Tensor]:
-        norm = s2.sqrt()
-        return _ratio(torch.ones_like(norm), norm), _ratio(_ratio(s1, norm), s2)
+        a = _ratio(s2.sqrt(), s2)
+        return a, _ratio(s1 * a, s2)
 
 
 class HoyerSquare(ScaleFree):
@@ -136,12 +148,12 @@ class TrimmedL1(Penalty):
     """Σr over all but the largest share `keep`, which goes free (Yun et al. 2019)."""
 
     def __init__(self, keep: float = 0.05):
-        if not 0 <= keep < 1:
+        self.keep = not_negative(keep, "trimmed-l1: keep")
+        if keep >= 1:
             raise UserError(f"trimmed-l1: keep is {keep!r}; it is a share of the groups, from 0 to below 1.")
-        self.keep = keep
 
     def _free(self, r: Tensor) -> Tensor:
-        return r.topk(int(self.keep * r.numel())).indices
+        return r.topk(math.floor(self.keep * r.numel() + 1e-6)).indices  # 0.29 × 100 is 28.999…
 
     def value(self, r: Tensor) -> Tensor:
         r = r.flatten()
@@ -164,7 +176,7 @@ PENALTIES.add("trimmed-l1", TrimmedL1)
 
 
 def _positive(penalty: str, name: str, value: float, above: float = 0.0) -> float:
-    if not math.isfinite(value) or value <= above:
+    if not_negative(value, f"{penalty}: {name}") <= above:
         raise UserError(f"{penalty}: {name} is {value!r}; it must be a number above {above:g}.")
     return value
 
@@ -199,7 +211,8 @@ def hoyer_measure(x: Tensor) -> Tensor:
     if x.numel() < 2:
         return torch.ones((), dtype=wide(x).dtype, device=x.device)
     spread = hoyer(x)
-    return torch.where(spread == 0, torch.ones_like(spread), (root - spread) / (root - 1))
+    measure = ((root - spread) / (root - 1)).clamp(0, 1)  # rounding steps over the ends
+    return torch.where(spread == 0, torch.ones_like(spread), measure)
 
 
 def trimming_threshold(x: Tensor) -> Tensor:

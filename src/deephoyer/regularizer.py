@@ -34,10 +34,7 @@ class Term:
 
     def coefficients(self) -> list[Tensor]:
         """For each tensor of the unit what to multiply it by to get its gradient: Σ p'(r_g) / r_g, 0 where r_g = 0."""
-        r = self.unit.magnitudes()
-        alive = r > 0
-        c = torch.where(alive, self.penalty.slope(r) / torch.where(alive, r, torch.ones_like(r)), torch.zeros_like(r))
-        return self.unit.spread(self.scale * c)
+        return self.unit.spread(self.scale * self.penalty.coefficient(self.unit.magnitudes()))
 
 
 class Regularizer:
@@ -62,6 +59,8 @@ class Regularizer:
         select: str | Iterable[str] | None = None,
     ):
         self.penalty = PENALTIES.make(penalty)
+        if not isinstance(self.penalty, Penalty):
+            raise UserError(f"penalty: {penalty!r} is neither a penalty nor the name of one; HoyerSquare() is.")
         weights = find_weights(model, select)
         chosen = groupings(groups)
         self.schedules = _schedules(strength, [g.name for g in chosen])
@@ -70,6 +69,8 @@ class Regularizer:
         for grouping in chosen:
             for unit in grouping.units(weights):
                 self.terms.append(Term(grouping.name, unit, self.penalty, _scale_for(unit)))
+        if not self.terms:
+            raise UserError(f"groups: {groups!r} makes no group of any selected parameter.")
         self._handles: list[Any] = []
         self._rescale()
 
@@ -77,6 +78,7 @@ class Regularizer:
 
     def loss(self) -> Tensor:
         """The penalty, to be added to the training loss; call `step()` yourself if the strength is scheduled."""
+        self._follow()
         return torch.stack([term.value().to(self.terms[0].scale) for term in self.terms]).sum()
 
     @torch.no_grad()
@@ -92,18 +94,28 @@ class Regularizer:
             self.step()
 
     def _add_grad_(self, terms: Iterable[Term], times: Tensor | None = None) -> None:
+        self._follow()
         for term in terms:
             for tensor, c in zip(term.unit.tensors, term.coefficients(), strict=True):
                 if not tensor.requires_grad:
                     continue
                 if tensor.grad is None:
                     tensor.grad = torch.zeros_like(tensor)
-                tensor.grad.add_((c if times is None else c * times) * tensor)
+                gradient = c * tensor
+                tensor.grad.add_(gradient if times is None else gradient * times.to(gradient.device))
 
     def step(self) -> None:
         """Advances a scheduled strength. `add_grad_` and an attached optimizer do it themselves."""
         self.steps += 1
         if not all(isinstance(s, strengths.Constant) for s in self.schedules.values()):
+            self._rescale()
+
+    def _follow(self) -> None:
+        """New scales where `model.to(...)` has taken weights to another device or precision."""
+        stale = [t for t in self.terms if (t.scale.device, t.scale.dtype) != _place_of_scale(t.unit)]
+        for term in stale:
+            term.scale = _scale_for(term.unit)
+        if stale:
             self._rescale()
 
     def _rescale(self) -> None:
@@ -121,6 +133,7 @@ class Regularizer:
         """
         if self._handles:
             raise UserError("this regularizer is attached already; call detach() first.")
+        optimizers = tuple(dict.fromkeys(optimizers))
         shares = self._share_out(optimizers)
         for optimizer, terms in zip(optimizers, shares, strict=True):
             self._handles.append(optimizer.register_step_pre_hook(self._hook(terms, optimizer is optimizers[-1])))
@@ -136,7 +149,9 @@ class Regularizer:
         owned = [{id(p) for group in o.param_groups for p in group["params"]} for o in optimizers]
         shares: list[list[Term]] = [[] for _ in optimizers]
         for term in self.terms:
-            trained = [(n, t) for n, t in zip(term.unit.names, term.unit.tensors, strict=True) if t.requires_grad]
+            named = zip(term.unit.names, term.unit.tensors, strict=True)
+            # A frozen tensor may be nobody's; one that is somebody's stays so when it is thawed.
+            trained = [(n, t) for n, t in named if t.requires_grad or any(id(t) in ids for ids in owned)]
             for share, ids in zip(shares, owned, strict=True):
                 if all(id(t) in ids for _, t in trained):
                     share.append(term)
@@ -145,7 +160,7 @@ class Regularizer:
                 lost = [n for n, t in trained if not any(id(t) in ids for ids in owned)] or [n for n, _ in trained]
                 raise UserError(
                     f"attach: {lost[0]} is regularized, but no one optimizer given holds it. "
-                    "Give every optimizer of the model, or leave the parameter out with select=."
+                    "Give every optimizer of this very model (not of a copy), or leave the parameter out with select=."
                 )
         return shares
 
@@ -180,7 +195,7 @@ class Regularizer:
     def effective_density(self) -> Tensor:
         """Σ H_S(r) / Σ n over all units: about the share of groups that will be left. Does not wait for the device."""
         r = [term.unit.magnitudes() for term in self.terms]
-        hs = torch.stack([HoyerSquare().value(x) for x in r]).sum()
+        hs = torch.stack([HoyerSquare().value(x).to(r[0]) for x in r]).sum()
         return hs / sum(x.numel() for x in r)
 
     # Saving
@@ -193,10 +208,9 @@ class Regularizer:
         saved = dict(state["strength"])
         if set(saved) != set(self.schedules):
             raise UserError(f"this state is for groups {sorted(saved)}, the regularizer has {sorted(self.schedules)}.")
+        loaded = {kind: strengths.from_state(s) for kind, s in saved.items() if s is not None}
         self.steps = int(state["steps"])
-        for kind, settings in saved.items():
-            if settings is not None:
-                self.schedules[kind] = strengths.from_state(settings)
+        self.schedules.update(loaded)
         self._rescale()
 
 
@@ -212,10 +226,14 @@ def _schedules(strength: Any, kinds: list[str]) -> dict[str, strengths.Schedule]
     return {kind: strengths.schedule(strength[kind]) for kind in kinds}
 
 
-def _scale_for(unit: Unit) -> Tensor:
+def _place_of_scale(unit: Unit) -> tuple[torch.device, torch.dtype]:
     tensor = unit.tensors[0]
-    wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
-    return torch.zeros((), dtype=wide, device=tensor.device)
+    return tensor.device, torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def _scale_for(unit: Unit) -> Tensor:
+    device, dtype = _place_of_scale(unit)
+    return torch.zeros((), dtype=dtype, device=device)
 
 
 def _unit_stats(term: Term) -> dict[str, float]:

@@ -44,7 +44,9 @@ class Linear:
         _check_warmup(self.value, self.start, self.steps)
 
     def __call__(self, step: int) -> float:
-        done = min(step / self.steps, 1.0)
+        if step >= self.steps:
+            return self.value
+        done = step / self.steps
         return self.start + (self.value - self.start) * done
 
 
@@ -60,14 +62,16 @@ class Cosine:
         _check_warmup(self.value, self.start, self.steps)
 
     def __call__(self, step: int) -> float:
-        done = min(step / self.steps, 1.0)
+        if step >= self.steps:
+            return self.value
+        done = step / self.steps
         return self.start + (self.value - self.start) * (1 - math.cos(math.pi * done)) / 2
 
 
 def _check_warmup(value: float, start: float, steps: int) -> None:
     not_negative(value, "strength")
     not_negative(start, "strength at the start")
-    if not isinstance(steps, int) or steps < 1:
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
         raise UserError(f"strength: steps is {steps!r}; a warm-up takes 1 step or more.")
 
 
