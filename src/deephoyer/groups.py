@@ -115,12 +115,16 @@ class SliceUnit(Unit):
     def _gather(self, per_slice: Sequence[Tensor]) -> Tensor:
         total = per_slice[0].new_zeros(self.count + 1)
         for part, values in zip(self.parts, per_slice, strict=True):
-            total = total.index_add(0, _bins(part, self.count), values.to(total.dtype))
+            total = total.index_add(0, _bins(part, self.count).to(total.device), values.to(total))
         return total[:-1]
 
     def spread(self, c: Tensor) -> list[Tensor]:
         padded = torch.cat([c, c.new_zeros(1)])
-        return [p.lay(c if p.group is None else padded[_bins(p, self.count)]) for p in self.parts]
+        laid = []
+        for part in self.parts:
+            here = padded.to(part.tensor.device)
+            laid.append(part.lay(here[:-1] if part.group is None else here[_bins(part, self.count)]))
+        return laid
 
     def sizes(self) -> Tensor:
         each = [torch.full((p.count,), p.tensor.numel() / p.count, device=p.tensor.device) for p in self.parts]
@@ -141,16 +145,26 @@ class IndexUnit(Unit):
     def __init__(self, weight: Weight, groups: Sequence[Sequence[int]]):
         self.name, self.names, self.tensors = weight.name, [weight.name], [weight.tensor]
         self.count = len(groups)
-        device = weight.tensor.device
-        members = [torch.as_tensor(g, dtype=torch.long).flatten() for g in groups]
-        self._index = torch.cat(members).to(device)
-        lengths = torch.tensor([len(m) for m in members])
-        self._group = torch.repeat_interleave(torch.arange(self.count), lengths).to(device)
         size = weight.tensor.numel()
-        if any(len(m) == 0 or m.min() < 0 or m.max() >= size for m in members):
-            raise UserError(f"groups of {weight.name}: an index is outside 0…{size - 1}, or a group is empty.")
+        members = [torch.as_tensor(g).flatten() for g in groups]
+        if not members or any(len(m) == 0 for m in members):
+            raise UserError(f"groups of {weight.name}: there is none, or one of them is empty.")
+        if any(m.is_floating_point() or m.dtype == torch.bool for m in members):
+            raise UserError(f"groups of {weight.name}: a group is a list of flat indices, whole numbers.")
+        if any(m.min() < 0 or m.max() >= size for m in members):
+            raise UserError(f"groups of {weight.name}: an index is outside 0…{size - 1}.")
+        lengths = torch.tensor([len(m) for m in members])
+        self._index = torch.cat(members).long()
+        self._group = torch.repeat_interleave(torch.arange(self.count), lengths)
+        self._follow()
+
+    def _follow(self) -> None:
+        """The indices go where the weights are; `model.to(...)` may have moved them."""
+        device = self.tensors[0].device
+        self._index, self._group = self._index.to(device), self._group.to(device)
 
     def magnitudes(self) -> Tensor:
+        self._follow()
         x = wide(self.tensors[0]).flatten()[self._index].square()
         total = x.new_zeros(self.count).index_add(0, self._group, x)
         alive = total > 0
@@ -188,6 +202,9 @@ class Filters(Grouping):
     name = "filters"
 
     def units(self, weights: Sequence[Weight]) -> list[Unit]:
+        for w in weights:
+            if w.tensor.dim() < 1:
+                raise UserError(f"filters: {w.name} is a single number and has no outputs; leave it out of select.")
         return [SliceUnit(w.name, [Slices.along(w.name, w.tensor, w.out_dim, w.groups)]) for w in weights]
 
 
@@ -199,7 +216,7 @@ class Channels(Grouping):
     def units(self, weights: Sequence[Weight]) -> list[Unit]:
         for w in weights:
             if w.tensor.dim() < 2:
-                raise UserError(f"channels: {w.name} has one dimension and no inputs; leave it out of select.")
+                raise UserError(f"channels: {w.name} has no dimension of inputs; leave it out of select.")
         return [SliceUnit(w.name, [Slices.along(w.name, w.tensor, w.in_dim, w.groups)]) for w in weights]
 
 
@@ -237,8 +254,11 @@ def groupings(choice: str | Grouping | Iterable[str | Grouping]) -> list[Groupin
     """
     if isinstance(choice, Grouping):
         return [choice]
-    parts = choice.split("+") if isinstance(choice, str) else list(choice)
+    parts = choice.split("+") if isinstance(choice, str) else list(choice) if isinstance(choice, Iterable) else [choice]
     chosen = [GROUPINGS.make(p.strip() if isinstance(p, str) else p) for p in parts]
+    for part in chosen:
+        if not isinstance(part, Grouping):
+            raise UserError(f"groups: {part!r} is neither a grouping nor the name of one; Filters() is.")
     names = [g.name for g in chosen]
     if len(set(names)) < len(names) or not names:
         raise UserError(f"groups: {choice!r} must name at least one kind of group, and each once.")

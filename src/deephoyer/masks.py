@@ -17,7 +17,7 @@ from deephoyer.errors import UserError
 from deephoyer.groups import Grouping, Unit, groupings
 from deephoyer.penalties import wide
 from deephoyer.rules import Rule, Scores, Verdict
-from deephoyer.weights import find_weights
+from deephoyer.weights import find_weights, named_parameters
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Count:
 
     @property
     def density(self) -> float:
-        return self.left / self.total
+        return self.left / max(1, self.total)
 
 
 class Masks(Mapping[str, Tensor]):
@@ -84,7 +84,7 @@ class Masks(Mapping[str, Tensor]):
             if name in self and name in other:
                 if self[name].shape != other[name].shape:
                     raise UserError(f"masks: {name} has shapes {_shape(self[name])} and {_shape(other[name])}.")
-                joined[name] = how(self[name], other[name])
+                joined[name] = how(self[name], other[name].to(self[name].device))
             elif how is torch.logical_and:
                 joined[name] = self[name] if name in self else other[name]
         return Masks(joined, self._model)
@@ -100,7 +100,8 @@ class Masks(Mapping[str, Tensor]):
         """Keeps the zeros exactly zero after every step of the optimizer, in the weights and in its state.
 
         Momentum, Adam's moments and weight decay can't bring a weight back; a checkpoint saved
-        between steps has the zeros in it. `hold(...).release()` ends it.
+        between steps has the zeros in it. With several optimizers call it for each.
+        `hold(...).release()` ends it.
         """
         return Hold(optimizer, self._drops(model))
 
@@ -108,7 +109,7 @@ class Masks(Mapping[str, Tensor]):
         model = self._model if model is None else model
         if model is None:
             raise UserError("masks: which model? These were not made by prune(); pass the model.")
-        parameters = dict(model.named_parameters(remove_duplicate=False))
+        parameters = dict(named_parameters(model))
         pairs: list[tuple[Tensor, Tensor]] = []
         for name, mask in self.items():
             if name not in parameters:
@@ -132,16 +133,25 @@ class Hold:
     """A step-post hook that zeroes what the masks drop, in the parameters and in the optimizer's state."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, drops: list[tuple[Tensor, Tensor]]):
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if drops and not any(id(tensor) in held for tensor, _ in drops):
+            raise UserError(
+                "masks: the optimizer holds none of the masked parameters. Is it another model's, or a copy's?"
+            )
         self._optimizer, self._drops = optimizer, drops
         self._handle = optimizer.register_step_post_hook(lambda *_: self.zero_())
         self.zero_()
 
     @torch.no_grad()
     def zero_(self) -> None:
-        for tensor, drop in self._drops:
+        for i, (tensor, drop) in enumerate(self._drops):
+            if drop.device != tensor.device:  # the model was moved
+                drop = drop.to(tensor.device)
+                self._drops[i] = (tensor, drop)
             tensor.masked_fill_(drop, 0)
-            for value in self._optimizer.state.get(tensor, {}).values():
-                if isinstance(value, Tensor) and value.shape == drop.shape:
+            for key, value in self._optimizer.state.get(tensor, {}).items():
+                # Adam's step count has the shape of a parameter that is a single number.
+                if key != "step" and isinstance(value, Tensor) and value.shape == drop.shape:
                     value.masked_fill_(drop, 0)
 
     def release(self) -> None:
@@ -165,10 +175,13 @@ def prune(
     >>> masks = prune(nn.Linear(10, 10), Density(0.2)); masks.density
     0.2
     """
+    if not isinstance(rule, Rule):
+        raise UserError(f"prune: {rule!r} is not a rule; Absolute(1e-4), StdRatio(0.03) and Density(0.02) are.")
     weights = find_weights(model, select)
     units = [unit for grouping in groupings(groups) for unit in grouping.units(weights)]
     scores = [_scores(unit) for unit in units]
     masks: dict[str, Tensor] = {}
+    thresholds: dict[str, list[str]] = {}
     for unit, verdict in zip(units, rule.judge(scores), strict=True):
         if not allow_empty and not verdict.keep.any() and _is_layer(unit.tensors):
             raise _empty(unit, rule, verdict)
@@ -176,18 +189,24 @@ def prune(
         for name, tensor, dead in zip(unit.names, unit.tensors, gone, strict=True):
             stays = (dead == 0).expand(tensor.shape)
             masks[name] = masks[name] & stays if name in masks else stays.clone()
+            thresholds.setdefault(name, []).append(f"{verdict.threshold:.4g}")
     if not allow_empty:
         for name, mask in masks.items():
             if not mask.any() and _is_layer([mask]):
-                raise UserError(f"prune: {rule} would leave nothing of {name} once its filters and channels are gone.")
+                under = " and ".join(thresholds[name])
+                raise UserError(
+                    f"prune: {rule} would leave nothing of {name}: every weight is in a group under its threshold "
+                    f"({under}). Lower the threshold, or pass allow_empty=True."
+                )
     return Masks(masks, model).apply()
 
 
 def _scores(unit: Unit) -> Scores:
+    for name, tensor in zip(unit.names, unit.tensors, strict=True):
+        if not tensor.isfinite().all():
+            raise UserError(f"prune: {name} holds weights that are not finite.")
     r = unit.magnitudes()
-    if not r.isfinite().all():
-        raise UserError(f"prune: {unit.name} holds weights that are not finite.")
-    elements = torch.cat([wide(t).flatten() for t in unit.tensors])
+    elements = torch.cat([wide(t).flatten().to(r) for t in unit.tensors])
     return Scores(unit.names, r / unit.sizes().to(r).sqrt(), elements.std(correction=0).item())
 
 

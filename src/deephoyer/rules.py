@@ -118,6 +118,8 @@ class PerLayer(Rule):
         for pattern, choice in rules.items():
             settings = dict(choice) if isinstance(choice, Mapping) else {"rule": choice}
             self.rules[pattern] = RULES.make(settings.pop("rule", None), **settings)
+            if not isinstance(self.rules[pattern], Rule):
+                raise UserError(f"rule per-layer: {pattern!r} has {choice!r}, which is no rule; Absolute(1e-4) is.")
 
     def judge(self, scores: Sequence[Scores]) -> list[Verdict]:
         chosen = [self._rule_for(s) for s in scores]

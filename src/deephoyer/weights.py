@@ -6,17 +6,19 @@ what is done with them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from deephoyer.errors import UserError
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 LAYERS = (nn.Linear, *CONVOLUTIONS, *TRANSPOSED)
+WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,8 +36,8 @@ def find_weights(model: nn.Module, select: str | Iterable[str] | None = None, fr
     """The parameters that match the glob patterns `select`, each once however often it is tied.
 
     By default the weights of linear and convolution layers: no biases, norms or embeddings. A pattern
-    that starts with `!` takes out what earlier ones took in. Frozen parameters are left alone
-    unless `frozen` is true.
+    that starts with `!` takes out what earlier ones took in, or of the default if there are only such.
+    Frozen parameters are left alone unless `frozen` is true; empty ones always are.
 
     >>> [w.name for w in find_weights(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))]
     ['0.weight']
@@ -43,28 +45,72 @@ def find_weights(model: nn.Module, select: str | Iterable[str] | None = None, fr
     ['weight', 'bias']
     """
     patterns = [select] if isinstance(select, str) else None if select is None else list(select)
-    layer_of: dict[str, nn.Module] = {}
-    for prefix, module in model.named_modules():
-        if isinstance(module, LAYERS):
-            layer_of[f"{prefix}.weight" if prefix else "weight"] = module
+    layers = {name: module for name, module in _named_modules(model) if isinstance(module, LAYERS)}
+    default = {f"{name}.weight".removeprefix(".") for name in layers}
+    layer_of = {id(module._parameters.get("weight")): module for module in reversed(layers.values())}
+    if patterns is None:
+        _refuse_computed(layers)
     found: dict[int, Weight] = {}
     unmatched = set(patterns or ())
-    for name, tensor in model.named_parameters(remove_duplicate=False):
-        wanted = name in layer_of if patterns is None else _wanted(name, patterns, unmatched)
-        if wanted and id(tensor) not in found and (tensor.requires_grad or frozen):
-            found[id(tensor)] = _place(name, tensor, layer_of.get(name))
+    only_out = all(p.startswith("!") for p in patterns or ())
+    for name, tensor in named_parameters(model):
+        wanted = _wanted(name, patterns or (), unmatched, only_out and name in default)
+        if not wanted or id(tensor) in found or not (tensor.requires_grad or frozen):
+            continue
+        if is_lazy(tensor):
+            raise UserError(f"{name} has no shape yet, as its layer is lazy: run one batch through the model first.")
+        if tensor.numel():
+            found[id(tensor)] = _place(name, tensor, layer_of.get(id(tensor)))
     positive = {p for p in unmatched if not p.startswith("!")}
     if positive:
-        names = [n for n, _ in model.named_parameters()]
+        names = [n for n, _ in named_parameters(model)]
         shown = ", ".join(names[:6]) + (", …" if len(names) > 6 else "")
         raise UserError(f"select: no parameter matches {sorted(positive)[0]!r}. The model has {shown or 'none'}.")
+    if not found and patterns:
+        raise UserError(f"select: {', '.join(map(repr, patterns))} leaves no trainable parameter to work on.")
     if not found:
         raise UserError("no parameters to work on: the model has no trainable linear or convolution weights.")
     return list(found.values())
 
 
-def _wanted(name: str, patterns: list[str], unmatched: set[str]) -> bool:
-    wanted = False
+def named_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """All parameters under the names they have in the plain module, whatever it is wrapped in; tied ones repeated.
+
+    So a mask made while training through torch.compile, DistributedDataParallel or activation
+    checkpointing fits the module that was wrapped.
+    """
+    for name, tensor in _unwrap(model).named_parameters(remove_duplicate=False):
+        yield _plain(name), tensor
+
+
+def _named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in _unwrap(model).named_modules(remove_duplicate=False):
+        yield _plain(f"{name}.").removesuffix("."), module
+
+
+def _unwrap(model: nn.Module) -> nn.Module:
+    while isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)) or hasattr(model, "_orig_mod"):
+        model = model._orig_mod if hasattr(model, "_orig_mod") else model.module  # type: ignore[assignment]
+    return model
+
+
+def _plain(name: str) -> str:
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def _refuse_computed(layers: Mapping[str, nn.Module]) -> None:
+    """A layer left out in silence would be neither regularized nor pruned, and nobody would know."""
+    for name, module in layers.items():
+        if module._parameters.get("weight") is None:
+            raise UserError(
+                f"{name or 'the layer'}.weight is computed from other tensors (weight norm, a parametrization, a mask "
+                "of torch.nn.utils.prune). Make it plain again, or say with select= which parameters are meant."
+            )
+
+
+def _wanted(name: str, patterns: Iterable[str], unmatched: set[str], wanted: bool) -> bool:
     for pattern in patterns:
         if fnmatchcase(name, pattern.removeprefix("!")):
             unmatched.discard(pattern)
