@@ -1,0 +1,86 @@
+"""Running somebody's model on example inputs without leaving a trace in it.
+
+Example inputs are a tensor, a tuple or list of positional arguments, or a dict of keyword arguments.
+The accounting, the timing and the exports all call a model through here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deephoyer.errors import UserError
+
+Examples = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
+
+
+@contextmanager
+def at_rest(model: nn.Module) -> Iterator[nn.Module]:
+    """In eval mode and without gradients; afterwards every module is in the mode it was in."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield model
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def call(model: nn.Module, examples: Examples) -> Any:
+    """The model's output for the examples, which are moved to where the model is.
+
+    >>> call(nn.Linear(2, 3), torch.zeros(5, 2)).shape
+    torch.Size([5, 3])
+    """
+    args, kwargs = arguments(examples)
+    place = device_of(model)
+    return model(*(_moved(a, place) for a in args), **{k: _moved(v, place) for k, v in kwargs.items()})
+
+
+def arguments(examples: Examples) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The examples as positional and keyword arguments."""
+    if isinstance(examples, Tensor):
+        return (examples,), {}
+    if isinstance(examples, Mapping):
+        return (), dict(examples)
+    if isinstance(examples, tuple | list):
+        return tuple(examples), {}
+    raise UserError(f"example inputs: a tensor, a tuple or a dict of tensors is wanted, not {type(examples).__name__}.")
+
+
+def batch_of(examples: Examples) -> int:
+    """How many examples there are: the first size of the first tensor."""
+    args, kwargs = arguments(examples)
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor) and value.dim() > 0 and len(value) > 0:
+            return len(value)
+    raise UserError("example inputs: there is no tensor with a batch dimension among them.")
+
+
+def with_batch(examples: Examples, size: int) -> Examples:
+    """The same examples, repeated or cut to a batch of `size`; what has another first size is left alone."""
+    batch = batch_of(examples)
+
+    def fit(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.dim() == 0 or len(value) != batch:
+            return value
+        return value[torch.arange(size, device=value.device) % batch]
+
+    args, kwargs = arguments(examples)
+    return {k: fit(v) for k, v in kwargs.items()} if kwargs else tuple(fit(a) for a in args)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where the model's first parameter or buffer is."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        return tensor.device
+    return torch.device("cpu")
+
+
+def _moved(value: Any, place: torch.device) -> Any:
+    return value.to(place) if isinstance(value, Tensor) else value
