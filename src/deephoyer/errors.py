@@ -19,7 +19,10 @@ class UserError(ValueError):
 def unknown(kind: str, name: object, known: Iterable[str], hint: str = "") -> UserError:
     """'hoyer_sq' is not a penalty. Did you mean 'hoyer-square'?"""
     names = list(known)
-    near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
+    spelt = str(name).lower().replace("_", "-")
+    near = [n for n in names if spelt and n.startswith(spelt)] or difflib.get_close_matches(
+        spelt, names, n=1, cutoff=0.5
+    )
     guess = f"Did you mean {near[0]!r}? " if near else ""
     article = "an" if kind[:1] in "aeiou" else "a"
     text = f"{name!r} is not {article} {kind}. {guess}"

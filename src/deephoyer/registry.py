@@ -29,7 +29,7 @@ class Registry(Generic[T]):
 
     def __getitem__(self, name: str) -> Callable[..., T]:
         if name not in self._makers:
-            raise unknown(self.kind, name, self, f"`deephoyer list {self.plural}` shows all {len(self._makers)}.")
+            raise unknown(self.kind, name, self, f"`deephoyer list {self.plural}` shows all.")
         return self._makers[name]
 
     def make(self, choice: Any, **settings: Any) -> T:

@@ -1,0 +1,152 @@
+"""The commands. They read words, call the rooms, and print; nothing is computed here.
+
+A user's mistake is one or two lines on standard error and exit status 2; Ctrl-C is 130.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from deephoyer import __version__
+from deephoyer.errors import UserError, unknown
+
+app = typer.Typer(
+    name="deephoyer",
+    help="Make neural networks sparse, small and fast while they train.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+out = Console(soft_wrap=not sys.stdout.isatty())
+
+
+@app.command("list")
+def list_(
+    what: Annotated[str, typer.Argument(help="recipes, models, data, penalties, groups or rules")] = "all",
+) -> None:
+    """Shows what there is to choose from, with a line each."""
+    kinds = _kinds()
+    if what != "all" and what not in kinds:
+        raise unknown("thing to list", what, [*kinds, "all"])
+    for title in kinds if what == "all" else [what]:
+        table = Table(
+            title=title, title_justify="left", title_style="bold", show_header=False, box=None, padding=(0, 2)
+        )
+        for name, line in kinds[title]():
+            table.add_row(name, line)
+        out.print(table)
+
+
+def _kinds() -> dict[str, Any]:
+    from deephoyer.data import DATASETS
+    from deephoyer.groups import GROUPINGS
+    from deephoyer.models import MODELS
+    from deephoyer.penalties import PENALTIES
+    from deephoyer.rules import RULES
+    from deephoyer.train import recipe
+
+    return {
+        "recipes": lambda: [(n, recipe.text_of(n).splitlines()[0].lstrip("# ")) for n in recipe.names()],
+        "models": MODELS.describe,
+        "data": DATASETS.describe,
+        "penalties": PENALTIES.describe,
+        "groups": GROUPINGS.describe,
+        "rules": RULES.describe,
+    }
+
+
+@app.command()
+def run(
+    recipe: Annotated[str, typer.Argument(help="a recipe's name, or a YAML file of your own")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help="e.g. seed=1")] = None,
+    folder: Annotated[Path | None, typer.Option("--out", help="the run's folder; runs/NAME by default")] = None,
+) -> None:
+    """Trains, regularizes, prunes and finetunes; the same command takes up a run that was cut off."""
+    from deephoyer.train import recipe as recipes
+    from deephoyer.train.progress import reporter
+    from deephoyer.train.result import finish
+    from deephoyer.train.run import Run
+
+    changes = overrides or []
+    chosen = recipes.read(recipe, changes)
+    place = folder or Path("runs") / recipes.folder_name(recipe, changes)
+    job = Run(chosen, place, reporter(out))
+    try:
+        job.execute()
+    except KeyboardInterrupt:
+        _complain(f"interrupted; nothing is lost. The same command goes on from {place}.")
+        raise typer.Exit(130) from None
+    _show(finish(job), place)
+
+
+@app.command()
+def cp(
+    recipe: Annotated[str, typer.Argument(help="a recipe's name")],
+    target: Annotated[Path, typer.Argument(help="the file to write")],
+    force: Annotated[bool, typer.Option("--force", help="write over a file that is there")] = False,
+) -> None:
+    """Copies a recipe to a file of your own."""
+    from deephoyer.files import write_atomically
+    from deephoyer.train import recipe as recipes
+
+    text = recipes.text_of(recipe)
+    if target.is_dir():
+        target = target / f"{recipe}.yaml"
+    if target.exists() and not force:
+        raise UserError(f"{target} is there already; --force writes over it.")
+    write_atomically(target, text.encode())
+    out.print(f"wrote {target}; run it with: deephoyer run {target}", highlight=False)
+
+
+@app.command()
+def show(folder: Annotated[Path, typer.Argument(help="the folder of a finished run")]) -> None:
+    """Shows the summary of a finished run again."""
+    from deephoyer.train.folder import RunFolder
+
+    _show(RunFolder(folder).read_json("summary.json"), folder)
+
+
+@app.command()
+def version() -> None:
+    """Prints the version."""
+    out.print(__version__, highlight=False)
+
+
+def _show(result: dict[str, Any], folder: Path) -> None:
+    from deephoyer.train.result import tables
+
+    for table in tables(result):
+        out.print(table, highlight=False)
+    out.print(f"in {folder}", highlight=False)
+
+
+def _complain(text: str) -> None:
+    first, *rest = text.splitlines() or [""]
+    Console(stderr=True, soft_wrap=True).print(
+        f"deephoyer: {first}", *rest, sep="\n" + " " * 11, highlight=False, markup=False
+    )
+
+
+def main() -> None:
+    """The entry point: errors that are the user's to mend become a line and status 2."""
+    try:
+        status = app(standalone_mode=False)
+    except UserError as why:
+        _complain(str(why))
+        status = 2
+    except (typer.Abort, KeyboardInterrupt):
+        _complain("interrupted.")
+        status = 130
+    except Exception as why:
+        # Usage errors of the command line know how to show themselves; anything else is a defect of ours.
+        if not (hasattr(why, "show") and hasattr(why, "exit_code")):
+            raise
+        why.show()
+        status = why.exit_code
+    sys.exit(status if isinstance(status, int) else 0)

@@ -1,0 +1,75 @@
+"""Batches for one epoch: the order of the images and their random shifts and flips, drawn all at once.
+
+Everything random comes from a generator seeded by (seed, stage, epoch), on the CPU. So an epoch can be
+replayed on its own after a kill, and a captured step has no random numbers in it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deephoyer.data import Dataset
+
+
+def seed_of(*parts: object) -> int:
+    """A seed from anything printable, the same in every process."""
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:7], "big")
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """For each step the images' indices, and how far each is shifted and whether it is flipped."""
+
+    index: Tensor
+    shift: Tensor | None
+    flip: Tensor | None
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def step(self, i: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        pick = [None if t is None else t[i] for t in (self.shift, self.flip)]
+        return self.index[i], pick[0], pick[1]
+
+
+def draw(pool: Tensor, batch_size: int, shift: int, flip: bool, seed: int) -> Epoch:
+    """An epoch over the images in `pool`; a last batch that would not be full is left out."""
+    generator = torch.Generator().manual_seed(seed)
+    batch = min(batch_size, len(pool))
+    steps = len(pool) // batch
+    order = pool.cpu()[torch.randperm(len(pool), generator=generator)[: steps * batch]].view(steps, batch)
+    shifts = torch.randint(-shift, shift + 1, (steps, batch, 2), generator=generator) if shift else None
+    flips = torch.randint(0, 2, (steps, batch), generator=generator).bool() if flip else None
+    parts = (None if t is None else t.to(pool.device) for t in (order, shifts, flips))
+    return Epoch(*parts)  # type: ignore[arg-type]
+
+
+def images(
+    data: Dataset, index: Tensor, shift: Tensor | None, flip: Tensor | None, reach: int
+) -> tuple[Tensor, Tensor]:
+    """Training images and labels; `reach` is the largest shift, for the padding."""
+    x = data.train_x.index_select(0, index)
+    if shift is not None:
+        x = moved(x, shift, reach)
+    if flip is not None:
+        x = torch.where(flip.view(-1, 1, 1, 1), x.flip(3), x)
+    return data.floats(x), data.train_y.index_select(0, index)
+
+
+def moved(x: Tensor, shift: Tensor, reach: int) -> Tensor:
+    """Each image moved by its own (rows, columns), zeros coming in at the edge.
+
+    >>> moved(torch.tensor([[[[1, 2], [3, 4]]]]), torch.tensor([[0, 1]]), 1).tolist()
+    [[[[0, 1], [0, 3]]]]
+    """
+    n, channels, height, width = x.shape
+    padded = F.pad(x, (reach,) * 4)
+    rows = torch.arange(height, device=x.device) + reach - shift[:, :1]
+    columns = torch.arange(width, device=x.device) + reach - shift[:, 1:]
+    flat = (rows.unsqueeze(2) * (width + 2 * reach) + columns.unsqueeze(1)).view(n, 1, -1)
+    return padded.flatten(2).gather(2, flat.expand(-1, channels, -1)).view(x.shape)

@@ -1,0 +1,112 @@
+"""Checkpoints of a run: safetensors with a JSON header, whole or absent, the last two kept.
+
+A checkpoint holds everything that the rest of the run depends on. Each carries a digest of its
+content; one that is damaged is passed over for the one before it. What the content means is
+known to `run.py` only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from deephoyer.errors import UserError
+from deephoyer.files import write_atomically
+
+FORMAT = "deephoyer-run-1"
+KEPT = 2
+
+
+def save(folder: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> Path:
+    """Writes the next checkpoint of a folder and removes those that are too old."""
+    folder.mkdir(parents=True, exist_ok=True)
+    have = numbers(folder)
+    path = folder / f"{(have[-1] if have else 0) + 1:06d}.safetensors"
+    flat = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+    text = json.dumps(state, sort_keys=True)
+    header = {"format": FORMAT, "state": text, "digest": _digest(flat, text)}
+    write_atomically(path, safetensors.torch.save(flat, header))
+    for number in have[: 1 - KEPT]:
+        (folder / f"{number:06d}.safetensors").unlink(missing_ok=True)
+    return path
+
+
+def numbers(folder: Path) -> list[int]:
+    return sorted(int(p.stem) for p in folder.glob("*.safetensors") if p.stem.isdigit())
+
+
+def newest(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any], list[str]] | None:
+    """The newest checkpoint that is whole, with what was wrong with newer ones; None where there is none at all."""
+    troubles: list[str] = []
+    for number in reversed(numbers(folder)):
+        try:
+            tensors, state = read(folder / f"{number:06d}.safetensors")
+            return tensors, state, troubles
+        except UserError as why:
+            troubles.append(str(why))
+    if troubles:
+        raise UserError(f"{troubles[0]} No whole checkpoint is left in {folder}; delete the folder to start again.")
+    return None
+
+
+def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors and the state of a checkpoint, or a `UserError` that says what is wrong with it."""
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            header = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, safetensors.SafetensorError, ValueError) as why:
+        raise UserError(f"checkpoint {path} can't be read: {why}.") from None
+    if header.get("format") != FORMAT:
+        raise UserError(f"checkpoint {path} is not one of a deephoyer run.")
+    if _digest(tensors, header.get("state", "")) != header.get("digest"):
+        raise UserError(f"checkpoint {path} is damaged: its content does not match its digest.")
+    return tensors, json.loads(header["state"])
+
+
+def _digest(tensors: Mapping[str, Tensor], text: str) -> str:
+    digest = hashlib.sha256(text.encode())
+    for name in sorted(tensors):
+        t = tensors[name]
+        digest.update(f"{name} {t.dtype} {tuple(t.shape)}".encode())
+        digest.update(t.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def flatten(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """An optimizer's state as tensors named `index.key`, and a rest that JSON can hold."""
+    every = {f"{index}.{key}": value for index, of in state["state"].items() for key, value in of.items()}
+    tensors = {name: value for name, value in every.items() if isinstance(value, Tensor)}
+    return tensors, {name: value for name, value in every.items() if name not in tensors}
+
+
+def unflatten(tensors: Mapping[str, Tensor], rest: Mapping[str, Any], fresh: Mapping[str, Any]) -> dict[str, Any]:
+    """The optimizer's state again; its hyperparameters are those of a `fresh` optimizer's state."""
+    state: dict[int, dict[str, Any]] = {}
+    for name, value in (*tensors.items(), *rest.items()):
+        index, _, key = name.partition(".")
+        state.setdefault(int(index), {})[key] = value
+    return {"state": state, "param_groups": fresh["param_groups"]}
+
+
+def write_weights(path: Path, model: torch.nn.Module) -> None:
+    """The weights alone, as plain safetensors that any program can read."""
+    write_atomically(path, safetensors.torch.save({n: t.cpu().contiguous() for n, t in model.state_dict().items()}))
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """Weights from plain safetensors; anything else is refused."""
+    try:
+        return safetensors.torch.load(path.read_bytes())
+    except OSError as why:
+        raise UserError(f"checkpoint {path}: can't be read: {why.strerror}.") from None
+    except (safetensors.SafetensorError, ValueError, KeyError) as why:
+        raise UserError(f"checkpoint {path}: is not whole safetensors: {why}.") from None

@@ -1,0 +1,93 @@
+"""What a run tells the person who waits for it: a bar on a terminal, a line a stage elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+
+class Silent:
+    """Says nothing; what a run reports to when nobody watches."""
+
+    def __enter__(self) -> Silent:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def note(self, text: str) -> None:
+        pass
+
+    def stage(self, name: str, epochs: int, done: int) -> None:
+        pass
+
+    def epoch(self, metrics: dict[str, Any]) -> None:
+        pass
+
+
+class Lines(Silent):
+    """A line for each stage's end, for logs and pipes."""
+
+    def __init__(self, console: Console):
+        self.console = console
+        self.name, self.epochs = "", 0
+
+    def note(self, text: str) -> None:
+        self.console.print(text, highlight=False)
+
+    def stage(self, name: str, epochs: int, done: int) -> None:
+        self.name, self.epochs = name, epochs
+
+    def epoch(self, metrics: dict[str, Any]) -> None:
+        if metrics["epoch"] == self.epochs:
+            self.note(f"{self.name}: {self.epochs} epochs, {describe(metrics)}")
+
+
+class Bars(Lines):
+    """A progress bar with the time left, the loss, the accuracy, the penalty and the effective density."""
+
+    def __init__(self, console: Console):
+        super().__init__(console)
+        self.bar = Progress(
+            TextColumn("{task.description:<10}"),
+            BarColumn(bar_width=28),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[now]}"),
+            console=console,
+        )
+        self.task: TaskID | None = None
+
+    def __enter__(self) -> Bars:
+        self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()
+
+    def stage(self, name: str, epochs: int, done: int) -> None:
+        self.task = self.bar.add_task(name, total=epochs, completed=done, now="")
+
+    def epoch(self, metrics: dict[str, Any]) -> None:
+        if self.task is not None:
+            self.bar.update(self.task, completed=metrics["epoch"], now=describe(metrics))
+
+
+def describe(metrics: dict[str, Any]) -> str:
+    """The numbers of an epoch in a line."""
+    parts = [f"loss {metrics['loss']:.4f}"]
+    for key, title in (("held_out", "held-out"), ("test", "test")):
+        if key in metrics:
+            parts.append(f"{title} {100 * metrics[key]:.2f} %")
+    if "penalty" in metrics:
+        parts.append(f"penalty {metrics['penalty']:.4g}")
+    if "effective_density" in metrics:
+        parts.append(f"density {100 * metrics['effective_density']:.2f} %")
+    return "  ".join(parts)
+
+
+def reporter(console: Console) -> Silent:
+    """Bars on a terminal, lines elsewhere."""
+    return Bars(console) if console.is_terminal else Lines(console)
