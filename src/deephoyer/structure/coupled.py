@@ -1,0 +1,141 @@
+"""Coupled groups: for each removable channel, all slices across layers that must vanish before it can go.
+
+A grouping like the others, but it needs the network's graph, so it is made from the model and example
+inputs. The graph is proven before it is used: on a copy, every second channel of each set is zeroed and
+removed, and the outputs must not differ; a module that can't take it keeps its channels.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from deephoyer.errors import UserError
+from deephoyer.groups import Grouping, Slices, SliceUnit, Unit
+from deephoyer.structure.channels import ChannelGraph, ChannelSet, Place
+from deephoyer.structure.cut import remove, spare_last, zero
+from deephoyer.structure.follow import CannotFollow, follow
+from deephoyer.structure.inputs import Inputs, one_sample
+from deephoyer.structure.layers import by_blocks, kind_of
+from deephoyer.structure.verify import Differs, same
+from deephoyer.weights import Weight
+
+
+class Coupled(Grouping):
+    """every channel with all that must vanish together with it, across layers
+
+    >>> net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+    >>> [unit.names for unit in Coupled(net, torch.zeros(1, 4)).units([])]
+    [['0.weight', '0.bias', '2.weight']]
+    """
+
+    name = "coupled"
+
+    def __init__(self, model: nn.Module, example_inputs: Inputs):
+        self.model = model
+        self.graph = proven(model, example_inputs)
+
+    @property
+    def sets(self) -> list[ChannelSet]:
+        """All sets of channels; one that must stay says why in its `reason`."""
+        return self.graph.sets()
+
+    def units(self, weights: Sequence[Weight] = ()) -> list[Unit]:
+        """One unit for each removable set. Biases and norms belong to it, so `weights` are not asked.
+
+        A set with a frozen parameter can't vanish and is left out.
+        """
+        units: list[Unit] = []
+        for one in self.sets:
+            parts = [] if one.reason else self._parts(one)
+            if parts and all(p.tensor.requires_grad for p in parts):
+                units.append(SliceUnit(one.name, parts, count=len(one.channels)))
+        if not units:
+            raise UserError("coupled: no channel of this model can be removed; `Coupled.sets` says why.")
+        return units
+
+    def _parts(self, one: ChannelSet) -> list[Slices]:
+        group = torch.full((self.graph.count,), -1)
+        group[torch.tensor(one.channels)] = torch.arange(len(one.channels))
+        named = dict(self.model.named_parameters(remove_duplicate=False))
+        parts: list[Slices] = []
+        for place in one.places:
+            bins = group[self.graph.places()[place]]
+            parts += self._slices(place, bins, named)
+        seen: set[tuple[int, tuple[int, ...]]] = set()
+        unique = [p for p in parts if (key := (id(p.tensor), p.keep)) not in seen and not seen.add(key)]
+        return unique
+
+    def _slices(self, place: Place, bins: Tensor, named: dict[str, nn.Parameter]) -> list[Slices]:
+        name, side = place
+        if place in self.graph.loose:
+            return [Slices.along(name, named[name], int(side), 1, bins)] if name in named else []
+        module = self.model.get_submodule(name)
+        kind = kind_of(module)
+        if kind is None:
+            raise UserError(f"coupled: the model has changed since: {name!r} is no longer a layer it was.")
+        groups = int(getattr(module, "groups", 1))
+        if side == "in" and groups > 1 and by_blocks(module):
+            return []  # whole groups: their outputs hold all of their weights
+        found = []
+        for attribute, dim in kind.tensors(side).items():
+            full = f"{name}.{attribute}" if name else attribute
+            if full in named:
+                device_bins = bins.to(named[full].device)
+                found.append(Slices.along(full, named[full], dim, groups if side == "in" else 1, device_bins))
+        return found
+
+
+def proven(model: nn.Module, inputs: Inputs) -> ChannelGraph:
+    """The channel graph of a model, less what a trial removal shows to be wrong."""
+    graph = follow(clean_copy(model), one_sample(inputs))
+    for _ in range(20):
+        try:
+            _try(model, graph, inputs)
+            return graph
+        except Differs as why:
+            _give_up(graph, why)
+    raise CannotFollow("coupled: the model's channels can't be worked out; give an inner module instead.")
+
+
+def clean_copy(model: nn.Module) -> nn.Module:
+    """A copy in eval mode, which is all that is ever run or changed."""
+    try:
+        return copy.deepcopy(model).eval()
+    except Exception as why:
+        raise UserError(f"the model can't be copied (copy.deepcopy): {why}") from why
+
+
+def _try(model: nn.Module, graph: ChannelGraph, inputs: Inputs) -> None:
+    """Zeroes every second channel of each set in one copy, removes it from another, and compares."""
+    dead = torch.zeros(graph.count, dtype=torch.bool)
+    for one in graph.sets():
+        if one.reason is None:
+            dead[torch.tensor(one.channels[::2])] = True
+    dead = spare_last(graph, dead)
+    if not dead.any():
+        return
+    big = clean_copy(model)
+    zero(big, graph, dead)
+    small = copy.deepcopy(big)
+    remove(small, graph, dead)
+    same(big, small, one_sample(inputs))
+
+
+def _give_up(graph: ChannelGraph, why: Differs) -> None:
+    """Fixes the channels that the module at fault sees itself, or that its layer reads."""
+    name = why.module
+    at_fault = {c for c in graph.touched.get(name, ()) if c not in graph.fixed}
+    while not at_fault and name:
+        for (layer, side), channels in graph.layers.items():
+            if layer == name or layer.startswith(name + "."):
+                at_fault |= {c for c in channels.tolist() if c not in graph.fixed}
+        name = name.rpartition(".")[0]
+        at_fault |= {c for c in graph.touched.get(name, ()) if c not in graph.fixed}
+    if not at_fault:
+        raise CannotFollow(f"coupled: module {why.module!r} can't be followed: {why}")
+    for channel in at_fault:
+        graph.fixed[channel] = f"{why.module or 'the model'!r} has sizes written into it"

@@ -1,0 +1,60 @@
+"""Example inputs: how a model is called with them, others like them, and the tensors in what comes out.
+
+A tensor is one argument, a list or tuple several, a dict keyword arguments. Not here: what is done
+with the outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+Inputs = Any  # a tensor, a sequence of arguments, or a mapping of keyword arguments
+
+
+def call(model: nn.Module, inputs: Inputs) -> Any:
+    """The model's output for these inputs."""
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    if isinstance(inputs, (list, tuple)):
+        return model(*inputs)
+    return model(inputs)
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """All tensors in a nest of dicts, lists, tuples and data classes, in a fixed order."""
+    found: list[Tensor] = []
+    for leaf in pytree.tree_leaves(tree):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif hasattr(leaf, "__dataclass_fields__"):
+            found += tensors_in([getattr(leaf, name) for name in leaf.__dataclass_fields__])
+    return found
+
+
+def one_sample(inputs: Inputs) -> Inputs:
+    """The first sample alone, where every tensor has the same number of them; else the inputs as they are."""
+    counts = {t.shape[0] if t.dim() else 0 for t in tensors_in(inputs)}
+    if len(counts) != 1 or counts == {0}:
+        return inputs
+    return pytree.tree_map(lambda t: t[:1] if isinstance(t, Tensor) else t, inputs)
+
+
+def random_like(inputs: Inputs, seed: int = 0) -> Inputs:
+    """Inputs of the same shapes and kinds: normal numbers, and integers within the range of the given ones."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.dtype == torch.bool or leaf.numel() == 0:
+            return leaf
+        if leaf.is_floating_point() or leaf.is_complex():
+            drawn = torch.randn(leaf.shape, generator=generator, dtype=torch.float64)
+            return drawn.to(device=leaf.device, dtype=leaf.dtype)
+        low, high = int(leaf.min()), int(leaf.max())
+        return torch.randint(low, high + 1, leaf.shape, generator=generator).to(device=leaf.device, dtype=leaf.dtype)
+
+    return pytree.tree_map(draw, inputs)

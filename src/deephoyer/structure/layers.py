@@ -1,0 +1,193 @@
+"""The layers whose channels can be cut, and along which dimension each of their tensors is cut.
+
+One table for convolutions, linear layers, embeddings and batch norms. A layer has an `out` side and an
+`in` side; a norm's sides are one and the same. A wiring is a layer without weights that lays channels
+elsewhere (`models.PadShortcut`): anything with `source`, `arrange`, `keep_inputs`, `keep_outputs`.
+Not here: which channels go.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from deephoyer.weights import CONVOLUTIONS, TRANSPOSED
+
+NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a sort of layer is made of: its tensors with the dimension of each side, and its size attributes."""
+
+    name: str
+    out: dict[str, int]
+    into: dict[str, int]
+    out_size: str
+    in_size: str | None
+
+    def sides(self) -> tuple[str, ...]:
+        return ("out",) if self.in_size in (None, self.out_size) else ("out", "in")
+
+    def tensors(self, side: str) -> dict[str, int]:
+        return self.out if side == "out" else self.into
+
+
+LINEAR = Kind("linear", {"weight": 0, "bias": 0}, {"weight": 1}, "out_features", "in_features")
+CONV = Kind("conv", {"weight": 0, "bias": 0}, {"weight": 1}, "out_channels", "in_channels")
+TRANSPOSED_CONV = Kind("transposed-conv", {"weight": 1, "bias": 0}, {"weight": 0}, "out_channels", "in_channels")
+EMBEDDING = Kind("embedding", {"weight": 1}, {}, "embedding_dim", None)
+NORM = Kind(
+    "norm", {"weight": 0, "bias": 0, "running_mean": 0, "running_var": 0}, {}, "num_features", "num_features"
+)
+WIRING = Kind("wiring", {}, {}, "out_channels", "in_channels")
+
+_TYPES: tuple[tuple[tuple[type[nn.Module], ...], Kind], ...] = (
+    ((nn.Linear,), LINEAR),
+    (CONVOLUTIONS, CONV),
+    (TRANSPOSED, TRANSPOSED_CONV),
+    ((nn.Embedding,), EMBEDDING),
+    (NORMS, NORM),
+)
+
+
+def kind_of(module: nn.Module) -> Kind | None:
+    """The layer's kind; None where it isn't one, has a forward of its own, or computes its weight."""
+    for types, kind in _TYPES:
+        for base in types:
+            if isinstance(module, base) and type(module).forward is base.forward:
+                plain = "weight" in module._parameters and not hasattr(module, "parametrizations")
+                whole = kind is not TRANSPOSED_CONV or module.groups == 1
+                still = kind is not EMBEDDING or module.max_norm is None
+                return kind if plain and whole and still else None
+    wired = all(hasattr(module, name) for name in ("source", "arrange", "keep_inputs", "keep_outputs"))
+    return WIRING if wired else None
+
+
+def channel_dim(module: nn.Module, kind: Kind) -> int:
+    """The dimension of the layer's input and output that holds the channels."""
+    if kind is LINEAR or kind is EMBEDDING:
+        return -1
+    if kind is NORM or kind is WIRING:
+        return 1
+    return -(module.weight.dim() - 1)  # type: ignore[union-attr, operator]
+
+
+def size(module: nn.Module, kind: Kind, side: str) -> int:
+    name = kind.out_size if side == "out" else kind.in_size
+    return int(getattr(module, name))  # type: ignore[arg-type]
+
+
+def by_blocks(module: nn.Module) -> bool:
+    """Whether a grouped convolution loses whole groups, or the same channels of each group.
+
+    Either keeps it a grouped convolution; the one that ties fewer channels together is taken.
+    """
+    g = module.groups
+    return bool(g >= module.in_channels // g + module.out_channels // g)  # type: ignore[operator]
+
+
+def place(module: nn.Module, kind: Kind, side: str, tensor: Tensor, dim: int) -> Tensor:
+    """A view of one of the layer's tensors whose dimension 0 is the channel of `side`."""
+    groups = getattr(module, "groups", 1)
+    if side == "in" and groups > 1:  # input c of a grouped convolution is column c % k of block c // k
+        blocks = tensor.unflatten(0, (groups, -1)).transpose(1, 2)
+        return blocks.flatten(0, 1) if blocks.shape[1] == 1 else blocks.reshape(-1, *blocks.shape[2:])
+    return tensor.movedim(dim, 0)
+
+
+def nonzero(module: nn.Module, kind: Kind, side: str) -> Tensor:
+    """For each channel of a side, whether the layer's weight has anything but zeros there."""
+    if kind is WIRING:
+        source = torch.tensor(module.source)
+        return source >= 0 if side == "out" else torch.isin(torch.arange(size(module, kind, "in")), source)
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    moved = place(module, kind, side, weight.detach(), kind.tensors(side)["weight"])
+    return (moved != 0).flatten(1).any(1)
+
+
+def clear(module: nn.Module, kind: Kind, side: str, gone: Tensor) -> None:
+    """Zeroes what the layer has at the channels `gone` (a boolean for each); running statistics stay."""
+    if kind is WIRING:
+        lost = gone.tolist()
+        source = [-1 if lost[s if side == "in" else j] and s >= 0 else s for j, s in enumerate(module.source)]
+        module.arrange(module.in_channels, source)  # type: ignore[operator]
+        return
+    with torch.no_grad():
+        for name, dim in kind.tensors(side).items():
+            tensor = getattr(module, name)
+            if tensor is None or name.startswith("running"):
+                continue
+            mask = gone.to(tensor.device)
+            groups = getattr(module, "groups", 1)
+            if side == "in" and groups > 1:
+                grid = tensor.unflatten(0, (groups, -1))
+                keep = ~mask.view(groups, 1, -1, *([1] * (tensor.dim() - 2)))
+                tensor.copy_((grid * keep).flatten(0, 1))
+            else:
+                tensor.masked_fill_(mask.view([-1 if d == dim else 1 for d in range(tensor.dim())]), 0)
+
+
+def cut(module: nn.Module, kind: Kind, keep: dict[str, Tensor], fresh: dict[int, nn.Parameter]) -> None:
+    """Keeps only the channels listed for each side; `fresh` maps old parameters to new, so that ties stay tied."""
+    if kind is WIRING:
+        if "out" in keep:
+            module.keep_outputs(keep["out"].tolist())  # type: ignore[operator]
+        if "in" in keep:
+            module.keep_inputs(keep["in"].tolist())  # type: ignore[operator]
+        return
+    groups = getattr(module, "groups", 1)
+    left = groups
+    if groups > 1:
+        left = _groups_left(module, keep)
+    for name in dict.fromkeys([*kind.out, *kind.into]):
+        tensor = getattr(module, name)
+        if tensor is None:
+            continue
+        if id(tensor) in fresh:
+            setattr(module, name, fresh[id(tensor)])
+            continue
+        new = tensor.detach()
+        if "in" in keep and name in kind.into:
+            new = _inputs(new, kind.into[name], keep["in"], groups, left)
+        if "out" in keep and name in kind.out:
+            out = keep["out"].to(new.device)
+            new = new.index_select(kind.out[name], out)
+        put(module, name, new, fresh)
+    for side, index in keep.items():
+        setattr(module, kind.out_size if side == "out" else str(kind.in_size), len(index))
+    if groups > 1:
+        module.groups = left  # type: ignore[assignment]
+
+
+def put(module: nn.Module, name: str, new: Tensor, fresh: dict[int, nn.Parameter]) -> None:
+    """Puts a tensor of another shape in the place of a parameter or buffer."""
+    old = getattr(module, name)
+    new = new.clone(memory_format=torch.preserve_format)
+    if isinstance(old, nn.Parameter):
+        fresh[id(old)] = parameter = nn.Parameter(new, requires_grad=old.requires_grad)
+        fresh[id(parameter)] = parameter
+        setattr(module, name, parameter)
+    else:
+        setattr(module, name, new)
+
+
+def _groups_left(module: nn.Module, keep: dict[str, Tensor]) -> int:
+    if not by_blocks(module):
+        return int(module.groups)  # type: ignore[arg-type]
+    per = module.in_channels // module.groups  # type: ignore[operator]
+    return len(keep["in"]) // per if "in" in keep else int(module.groups)  # type: ignore[arg-type]
+
+
+def _inputs(weight: Tensor, dim: int, keep: Tensor, groups: int, left: int) -> Tensor:
+    """The weight without the input channels that went; whole groups go with their outputs, not here."""
+    keep = keep.to(weight.device)
+    if groups == 1:
+        return weight.index_select(dim, keep)
+    if left != groups:
+        return weight
+    per = weight.shape[1]
+    return weight.index_select(1, keep[keep < per])

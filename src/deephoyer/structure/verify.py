@@ -1,0 +1,116 @@
+"""Whether two networks compute the same, up to rounding; and where they begin to differ if they don't.
+
+Knows nothing of why they should.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deephoyer.errors import UserError
+from deephoyer.structure.inputs import Inputs, call, random_like, tensors_in
+
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+
+
+class Differs(UserError):
+    """A smaller network that computes something else; `module` is where that began."""
+
+    def __init__(self, text: str, module: str):
+        super().__init__(text)
+        self.module = module
+
+
+def error(a: Tensor, b: Tensor) -> float:
+    """The largest difference, relative to the scale of `a`; infinite where shapes or NaNs differ."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return float("inf")
+    if a.numel() == 0:
+        return 0.0
+    if not (a.is_floating_point() or a.is_complex()):
+        return 0.0 if torch.equal(a, b) else float("inf")
+    strange = ~torch.isfinite(a) | ~torch.isfinite(b)
+    if strange.any() and not torch.equal(a[strange].nan_to_num(), b[strange].nan_to_num()):
+        return float("inf")
+    a, b = a.masked_fill(strange, 0), b.masked_fill(strange, 0)
+    scale = a.abs().max().double()
+    gap = (a.double() - b.double()).abs().max()
+    return float(gap / scale) if scale > 0 else float(gap)
+
+
+def tolerance(*tensors: Tensor) -> float:
+    return max((TOLERANCE.get(t.dtype, 0.0) for t in tensors), default=0.0)
+
+
+def same(big: nn.Module, small: nn.Module, inputs: Inputs) -> float:
+    """The largest relative error on the inputs and on random ones; raises `Differs` beyond rounding."""
+    worst = 0.0
+    with torch.no_grad():
+        for tried in (inputs, random_like(inputs, 1), random_like(inputs, 2)):
+            before = tensors_in(call(big, tried))
+            after = tensors_in(_run(small, tried))
+            if len(before) != len(after):
+                raise Differs("the smaller network gives another number of outputs.", "")
+            for a, b in zip(before, after, strict=True):
+                worst = max(worst, gap := error(a, b))
+                if gap > tolerance(a):
+                    name = first_difference(big, small, tried)
+                    raise Differs(
+                        f"the smaller network's outputs differ by {gap:.1e} of their scale; "
+                        f"the difference began at {name or 'the output'}.",
+                        name,
+                    )
+    return worst
+
+
+def _run(model: nn.Module, inputs: Inputs) -> Any:
+    """Runs a model that may have been cut wrongly: an exception says in which module."""
+    stack: list[str] = []
+    hooks = []
+    for name, module in model.named_modules():
+        hooks.append(module.register_forward_pre_hook(lambda m, a, name=name: stack.append(name)))
+        hooks.append(module.register_forward_hook(lambda m, a, y: stack.__delitem__(-1)))
+    try:
+        return call(model, inputs)
+    except UserError:
+        raise
+    except Exception as why:
+        name = stack[-1] if stack else ""
+        raise Differs(f"the smaller network fails in {name or 'its own forward'}: {why}", name) from why
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def first_difference(big: nn.Module, small: nn.Module, inputs: Inputs) -> str:
+    """The first module, in the order of the calls, whose output differs where the shapes still agree."""
+    theirs = dict(_outputs(small, inputs))
+    for name, tensor in _outputs(big, inputs):
+        other = theirs.get(name)
+        if other is None or other.shape != tensor.shape:
+            continue
+        if error(tensor, other) > tolerance(tensor):
+            return name
+    return ""
+
+
+def _outputs(model: nn.Module, inputs: Inputs) -> Iterator[tuple[str, Tensor]]:
+    seen: list[tuple[str, Tensor]] = []
+    hooks = []
+    for name, module in model.named_modules():
+
+        def keep(module: nn.Module, args: Any, output: Any, name: str = name) -> None:
+            seen.extend((name, t.clone()) for t in tensors_in(output)[:1])
+
+        hooks.append(module.register_forward_hook(keep))
+    try:
+        with torch.no_grad():
+            call(model, inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return iter(seen)
