@@ -7,7 +7,6 @@ graph; `attach(optimizer)` calls that before every optimizer step. Not here: dat
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,32 +15,17 @@ from torch import Tensor, nn
 from deephoyer import strength as strengths
 from deephoyer.errors import UserError, not_negative, unknown
 from deephoyer.groups import Grouping, Unit, groupings
+from deephoyer.kernels import Backend, Term, choose
 from deephoyer.penalties import PENALTIES, HoyerSquare, Penalty, hoyer_measure, trimming_threshold
 from deephoyer.weights import find_weights
-
-
-@dataclass(eq=False)
-class Term:
-    """One penalty value: `scale` × penalty(magnitudes of the unit). The scale is a tensor on the unit's device."""
-
-    kind: str
-    unit: Unit
-    penalty: Penalty
-    scale: Tensor
-
-    def value(self) -> Tensor:
-        return self.scale * self.penalty.value(self.unit.magnitudes())
-
-    def coefficients(self) -> list[Tensor]:
-        """For each tensor of the unit what to multiply it by to get its gradient: Σ p'(r_g) / r_g, 0 where r_g = 0."""
-        return self.unit.spread(self.scale * self.penalty.coefficient(self.unit.magnitudes()))
 
 
 class Regularizer:
     """strength × penalty(magnitudes of groups), summed over the selected parameters of a model.
 
     `groups` may join several kinds with `+`; `strength` is a number, a schedule from
-    `deephoyer.strength`, any callable of the step, or one of these for each kind of group.
+    `deephoyer.strength`, any callable of the step, or one of these for each kind of group. `backend`
+    says how the gradient is computed (see `deephoyer.kernels`); it changes the speed, not the numbers.
 
     >>> model = nn.Linear(4, 3)
     >>> reg = Regularizer(model, "hoyer-square", "filters+channels", strength={"filters": 1e-4, "channels": 2e-4})
@@ -57,6 +41,7 @@ class Regularizer:
         groups: str | Grouping | Iterable[str | Grouping] = "elements",
         strength: Any = 1e-4,
         select: str | Iterable[str] | None = None,
+        backend: str = "auto",
     ):
         self.penalty = PENALTIES.make(penalty)
         if not isinstance(self.penalty, Penalty):
@@ -66,12 +51,15 @@ class Regularizer:
         self.schedules = _schedules(strength, [g.name for g in chosen])
         self.steps = 0
         self.terms: list[Term] = []
+        self._scales: dict[tuple[Any, ...], Tensor] = {}
         for grouping in chosen:
             for unit in grouping.units(weights):
-                self.terms.append(Term(grouping.name, unit, self.penalty, _scale_for(unit)))
+                self.terms.append(Term(grouping.name, unit, self.penalty, self._scale_for(grouping.name, unit)))
         if not self.terms:
             raise UserError(f"groups: {groups!r} makes no group of any selected parameter.")
         self._handles: list[Any] = []
+        self._backend = choose(self.terms, backend)
+        self._backend_name = backend
         self._rescale()
 
     # The penalty and its gradient
@@ -89,20 +77,13 @@ class Regularizer:
         clipped too, after it (as `attach` does) to leave it whole. In a captured step, pass
         `advance=False` and call `step()` outside of the capture.
         """
-        self._add_grad_(self.terms)
+        self._add_grad_(self._backend)
         if advance:
             self.step()
 
-    def _add_grad_(self, terms: Iterable[Term], times: Tensor | None = None) -> None:
+    def _add_grad_(self, backend: Backend, times: Tensor | None = None) -> None:
         self._follow()
-        for term in terms:
-            for tensor, c in zip(term.unit.tensors, term.coefficients(), strict=True):
-                if not tensor.requires_grad:
-                    continue
-                if tensor.grad is None:
-                    tensor.grad = torch.zeros_like(tensor)
-                gradient = c * tensor
-                tensor.grad.add_(gradient if times is None else gradient * times.to(gradient.device))
+        backend.add_grad_(times)
 
     def step(self) -> None:
         """Advances a scheduled strength. `add_grad_` and an attached optimizer do it themselves."""
@@ -114,14 +95,21 @@ class Regularizer:
         """New scales where `model.to(...)` has taken weights to another device or precision."""
         stale = [t for t in self.terms if (t.scale.device, t.scale.dtype) != _place_of_scale(t.unit)]
         for term in stale:
-            term.scale = _scale_for(term.unit)
+            term.scale = self._scale_for(term.kind, term.unit)
         if stale:
             self._rescale()
 
     def _rescale(self) -> None:
         now = {k: not_negative(s(self.steps), f"strength of {k}") for k, s in self.schedules.items()}
-        for term in self.terms:
-            term.scale.fill_(now[term.kind])
+        for (kind, *_), scale in self._scales.items():
+            scale.fill_(now[kind])
+
+    def _scale_for(self, kind: str, unit: Unit) -> Tensor:
+        """The strength as a tensor: one for all terms of a kind that are in the same place."""
+        device, dtype = _place_of_scale(unit)
+        if (kind, device, dtype) not in self._scales:
+            self._scales[kind, device, dtype] = torch.zeros((), dtype=dtype, device=device)
+        return self._scales[kind, device, dtype]
 
     # In somebody's training loop
 
@@ -165,6 +153,8 @@ class Regularizer:
         return shares
 
     def _hook(self, terms: list[Term], last: bool) -> Any:
+        backend = self._backend if terms == self.terms else choose(terms, self._backend_name)
+
         @torch.no_grad()
         def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
@@ -173,7 +163,7 @@ class Regularizer:
                     f"{type(optimizer).__name__}.step(closure) computes gradients inside the step, where an attached "
                     "regularizer can't add to them. Add reg.loss() to the loss in the closure instead of attach()."
                 )
-            self._add_grad_(terms, getattr(optimizer, "grad_scale", None))
+            self._add_grad_(backend, getattr(optimizer, "grad_scale", None))
             if last:
                 self.step()
 
@@ -188,13 +178,15 @@ class Regularizer:
     @torch.no_grad()
     def stats(self) -> dict[str, dict[str, float]]:
         """For each unit: its penalty's value (without strength), the effective density H_S/n, the Hoyer measure,
-        the trimming threshold, and the share of its groups under that."""
-        return {f"{term.unit.name} ({term.kind})": _unit_stats(term) for term in self.terms}
+        the trimming threshold, and the share of its groups under that. The line `backend` says how many
+        units each backend works on."""
+        units = {f"{term.unit.name} ({term.kind})": _unit_stats(term) for term in self.terms}
+        return {"backend": {name: float(n) for name, n in self._backend.shares().items()}, **units}
 
     @torch.no_grad()
     def effective_density(self) -> Tensor:
         """Σ H_S(r) / Σ n over all units: about the share of groups that will be left. Does not wait for the device."""
-        r = [term.unit.magnitudes() for term in self.terms]
+        r = [term.magnitudes() for term in self.terms]
         hs = torch.stack([HoyerSquare().value(x).to(r[0]) for x in r]).sum()
         return hs / sum(x.numel() for x in r)
 
@@ -231,13 +223,8 @@ def _place_of_scale(unit: Unit) -> tuple[torch.device, torch.dtype]:
     return tensor.device, torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
-def _scale_for(unit: Unit) -> Tensor:
-    device, dtype = _place_of_scale(unit)
-    return torch.zeros((), dtype=dtype, device=device)
-
-
 def _unit_stats(term: Term) -> dict[str, float]:
-    r = term.unit.magnitudes()
+    r = term.magnitudes()
     threshold = trimming_threshold(r)
     return {
         "value": term.penalty.value(r).item(),

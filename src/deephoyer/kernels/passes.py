@@ -1,0 +1,210 @@
+"""Two passes over the weights: one for their sums, one that adds to their gradients; between them only small vectors.
+
+What the fast paths have in common: sorting the terms by what can be done fast, numbering, and the
+reduction over processes. How a pass is made is for the subclasses. What no fast path takes (an
+unknown penalty on elements, overlapping index groups, memory that doesn't lie alike) is left to the plain path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deephoyer.groups import ElementUnit, SliceUnit
+from deephoyer.kernels.layout import Matrix, matrix, walks_alike
+from deephoyer.kernels.plain import Plain, Term, grad_of
+from deephoyer.kernels.sharded import Reduction, local, offsets, same_cut
+from deephoyer.kernels.slices import SEPARABLE, Face, SlicePlan, face_dim
+from deephoyer.penalties import Penalty, ScaleFree
+
+Pair = tuple[Tensor, Tensor | None]  # a weight and its gradient, on this process; None if it is frozen
+
+
+@dataclass(frozen=True, eq=False)
+class Element:
+    """An element-wise term on the tensor number `at`."""
+
+    term: Term
+    at: int
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """The tensor number `at` as a matrix; its slices are numbered from `row` and `column` on, −1 for not sliced."""
+
+    at: int
+    matrix: Matrix
+    row: int
+    column: int
+
+
+@dataclass(eq=False)
+class Plan:
+    """What is to be done on one device."""
+
+    device: torch.device
+    dtype: torch.dtype
+    elements: list[Element]
+    slices: SlicePlan | None
+    pieces: list[Piece]
+    reduction: Reduction
+    tables: Any = None  # for a backend to keep what it derives
+
+
+class Passes:
+    """The driver. A backend gives the four methods that touch weights."""
+
+    name = "passes"
+
+    def __init__(self, terms: Sequence[Term]):
+        self.terms = list(terms)
+        self.tensors = list({id(t): t for term in terms for t in term.unit.tensors}.values())
+        self._plans: dict[Any, tuple[list[Plan], Plain]] = {}
+
+    # For backends
+
+    def takes(self, penalty: Penalty, element_wise: bool) -> bool:
+        """Whether this backend has the penalty."""
+        return not element_wise or isinstance(penalty, (ScaleFree, *SEPARABLE))
+
+    def element_sums(self, plan: Plan, pairs: list[Pair]) -> Tensor:
+        """Σ|w| and Σw² of each element-wise term, as [2, terms]."""
+        raise NotImplementedError
+
+    def slice_squares(self, plan: Plan, pairs: list[Pair]) -> Tensor:
+        """The squared norm of each slice; 0 for slices on other processes."""
+        raise NotImplementedError
+
+    def add_elements_(self, plan: Plan, pairs: list[Pair], sums: Tensor | None, times: Tensor | None) -> None:
+        raise NotImplementedError
+
+    def add_slices_(self, plan: Plan, pairs: list[Pair], squares: Tensor, times: Tensor | None) -> None:
+        raise NotImplementedError
+
+    # The passes
+
+    @torch.no_grad()
+    def add_grad_(self, times: Tensor | None = None) -> None:
+        pairs: list[Pair] = [(local(t), local(grad_of(t)) if t.requires_grad else None) for t in self.tensors]
+        plans, rest = self._sorted(pairs)
+        for plan in plans:
+            self._run(plan, pairs, None if times is None else times.to(plan.device))
+        rest.add_grad_(times)
+
+    def _run(self, plan: Plan, pairs: list[Pair], times: Tensor | None) -> None:
+        wants_sums = any(isinstance(e.term.penalty, ScaleFree) for e in plan.elements)
+        sums = self.element_sums(plan, pairs) if wants_sums else None
+        squares = self.slice_squares(plan, pairs) if plan.slices else None
+        if plan.reduction.steps:
+            sums, squares = _reduce(plan.reduction, sums, squares)
+        if plan.elements:
+            self.add_elements_(plan, pairs, sums, times)
+        if squares is not None:
+            self.add_slices_(plan, pairs, squares, times)
+
+    def shares(self) -> dict[str, int]:
+        """How many terms each backend works on."""
+        with torch.no_grad():  # a gradient that is not there yet will lie as its tensor does
+            grads = [t if t.grad is None else t.grad for t in self.tensors]
+            pairs: list[Pair] = [
+                (local(t), local(g) if t.requires_grad else None) for t, g in zip(self.tensors, grads, strict=True)
+            ]
+        plans, rest = self._sorted(pairs)
+        fast = sum(len(p.elements) + (len(p.slices.terms) if p.slices else 0) for p in plans)
+        return {name: n for name, n in ((self.name, fast), (rest.name, len(rest.terms))) if n}
+
+    # Sorting the terms
+
+    def _sorted(self, pairs: list[Pair]) -> tuple[list[Plan], Plain]:
+        key = tuple(_looks(w, g) for w, g in pairs)
+        if key not in self._plans:
+            if len(self._plans) > 8:
+                self._plans.clear()
+            self._plans[key] = self._sort(pairs)
+        return self._plans[key]
+
+    def _sort(self, pairs: list[Pair]) -> tuple[list[Plan], Plain]:
+        number = {id(t): i for i, t in enumerate(self.tensors)}
+        fits = [self._fits(*pair, tensor) for pair, tensor in zip(pairs, self.tensors, strict=True)]
+        by_device: dict[torch.device, list[Term]] = {}
+        rest: list[Term] = []
+        split_by: dict[int, int] = {}
+        for term in self.terms:
+            places = [number[id(t)] for t in term.unit.tensors]
+            devices = {pairs[i][0].device for i in places}
+            fast = len(devices) == 1 and all(fits[i] for i in places) and self._knows(term, pairs, places, split_by)
+            (by_device.setdefault(devices.pop(), []) if fast else rest).append(term)
+        plans = [self._plan(device, terms, pairs, number) for device, terms in by_device.items()]
+        return plans, Plain(rest)
+
+    def _fits(self, weight: Tensor, grad: Tensor | None, tensor: Tensor) -> bool:
+        if not weight.is_floating_point():
+            return False
+        whole = tensor if tensor.grad is None else tensor.grad
+        return grad is None or (same_cut(tensor, whole) and walks_alike(weight, grad))
+
+    def _knows(self, term: Term, pairs: list[Pair], places: list[int], split_by: dict[int, int]) -> bool:
+        unit = term.unit
+        if type(unit) is ElementUnit:
+            return self.takes(term.penalty, element_wise=True) and pairs[places[0]][1] is not None
+        if not isinstance(unit, SliceUnit) or not self.takes(term.penalty, element_wise=False):
+            return False
+        for part, at in zip(unit.parts, places, strict=True):
+            face = face_dim(part)
+            if face is None or matrix(pairs[at][0]) is None:
+                return False
+            dim, conv_groups = face
+            if conv_groups > 1 and pairs[at][0] is not part.tensor:  # a shard may cut through a group
+                return False
+            if dim == 1 and split_by.setdefault(at, conv_groups) != conv_groups:
+                return False
+        return True
+
+    def _plan(self, device: torch.device, terms: list[Term], pairs: list[Pair], number: dict[int, int]) -> Plan:
+        used = {number[id(t)] for term in terms for t in term.unit.tensors}
+        double = any(pairs[i][0].dtype == torch.float64 for i in used)
+        dtype = torch.float64 if double else torch.float32
+        elements = [Element(t, number[id(t.unit.tensors[0])]) for t in terms if type(t.unit) is ElementUnit]
+        sliced = [t for t in terms if type(t.unit) is not ElementUnit]
+        slices = SlicePlan(sliced, device, dtype) if sliced else None
+        faces = list(slices.faces.values()) if slices else []
+        wants_sums = any(isinstance(e.term.penalty, ScaleFree) for e in elements)
+        lengths = ([1] * 2 * len(elements) if wants_sums else []) + [f.count for f in faces]
+        owners = [e.term.unit.tensors[0] for e in elements] * (2 if wants_sums else 0) + [f.tensor for f in faces]
+        reduction = Reduction.of(owners, lengths, device)
+        return Plan(device, dtype, elements, slices, _pieces(faces, pairs, number), reduction)
+
+
+def _looks(weight: Tensor, grad: Tensor | None) -> tuple[Any, ...]:
+    """All that a plan depends on; addresses are not among it."""
+    if grad is None:
+        return weight.device, weight.dtype, weight.shape, weight.stride()
+    return weight.device, weight.dtype, weight.shape, weight.stride(), grad.dtype, grad.stride()
+
+
+def _pieces(faces: list[Face], pairs: list[Pair], number: dict[int, int]) -> list[Piece]:
+    """Each sliced tensor once, with the numbers of its local slices along both dimensions."""
+    by_tensor: dict[int, list[Face]] = {}
+    for face in faces:
+        by_tensor.setdefault(number[id(face.tensor)], []).append(face)
+    pieces = []
+    for at, along in by_tensor.items():
+        shape = matrix(pairs[at][0], max(f.conv_groups for f in along))
+        assert shape is not None
+        first = {0: -1, 1: -1}
+        for face in along:
+            first[face.dim] = face.first + offsets(face.tensor)[face.dim]
+        pieces.append(Piece(at, shape, first[0], first[1]))
+    return pieces
+
+
+def _reduce(reduction: Reduction, sums: Tensor | None, squares: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    parts = [p.flatten() for p in (sums, squares) if p is not None]
+    joined = list(reduction(torch.cat(parts)).split([len(p) for p in parts]))
+    if sums is not None:
+        sums = joined.pop(0).view_as(sums)
+    return sums, joined.pop() if squares is not None else None

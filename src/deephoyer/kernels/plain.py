@@ -1,0 +1,68 @@
+"""The reference: one term after the other, as the formula reads. Every fast path must agree with it.
+
+It takes any penalty on any unit, and makes temporaries as large as the weights. Sharded weights are
+gathered one at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deephoyer.groups import Unit
+from deephoyer.kernels.sharded import share_of, whole
+from deephoyer.penalties import Penalty
+
+
+@dataclass(eq=False)
+class Term:
+    """One penalty value: `scale` × penalty(magnitudes of the unit). The scale is a tensor on the unit's device."""
+
+    kind: str
+    unit: Unit
+    penalty: Penalty
+    scale: Tensor
+
+    def magnitudes(self) -> Tensor:
+        """r of all groups, those of sharded weights too."""
+        return whole(self.unit).magnitudes()
+
+    def value(self) -> Tensor:
+        return self.scale * self.penalty.value(self.magnitudes())
+
+    def gradients(self) -> list[Tensor]:
+        """For each tensor of the unit Σ p'(r_g) / r_g · w over an element's groups; 0 where r_g = 0."""
+        unit = whole(self.unit)
+        c = self.scale * self.penalty.coefficient(unit.magnitudes())
+        return [spread * w for spread, w in zip(unit.spread(c), unit.tensors, strict=True)]
+
+
+class Plain:
+    """Term by term."""
+
+    name = "plain"
+
+    def __init__(self, terms: Sequence[Term]):
+        self.terms = list(terms)
+
+    @torch.no_grad()
+    def add_grad_(self, times: Tensor | None = None) -> None:
+        for term in self.terms:
+            for tensor, gradient in zip(term.unit.tensors, term.gradients(), strict=True):
+                if tensor.requires_grad:
+                    gradient = gradient if times is None else gradient * times.to(gradient.device)
+                    grad_of(tensor).add_(share_of(gradient, tensor))
+
+    def shares(self) -> dict[str, int]:
+        """How many terms each backend works on."""
+        return {self.name: len(self.terms)}
+
+
+def grad_of(tensor: Tensor) -> Tensor:
+    """The tensor's gradient, made of zeros if there is none yet."""
+    if tensor.grad is None:
+        tensor.grad = torch.zeros_like(tensor)
+    return tensor.grad
