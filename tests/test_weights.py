@@ -1,0 +1,148 @@
+"""Which parameters are found in a model, under which names, whatever the model is wrapped in."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.utils import parametrizations, prune
+
+import deephoyer as dh
+from deephoyer.weights import find_weights
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.conv = nn.Conv2d(4, 6, 3, groups=2)
+        self.norm = nn.BatchNorm2d(6)
+        self.up = nn.ConvTranspose2d(6, 4, 3, groups=2)
+        self.head = nn.Linear(4, 5)
+
+    def forward(self, tokens):
+        x = self.embed(tokens).transpose(1, 2).unflatten(2, (5, 5))
+        return self.head(self.up(self.norm(self.conv(x)).relu()).mean((2, 3)))
+
+
+def names(*args, **kwargs):
+    return [w.name for w in find_weights(*args, **kwargs)]
+
+
+def test_linear_and_convolution_weights_are_found_by_default():
+    assert names(Net()) == ["conv.weight", "up.weight", "head.weight"]
+
+
+def test_patterns_choose_and_a_mark_takes_out():
+    assert names(Net(), "conv*") == ["conv.weight", "conv.bias"]
+    assert names(Net(), ["*", "!*bias", "!norm*"]) == ["embed.weight", "conv.weight", "up.weight", "head.weight"]
+    assert names(Net(), (p for p in ("head*", "!head.bias"))) == ["head.weight"]
+
+
+def test_patterns_that_only_take_out_take_out_of_the_default():
+    assert names(Net(), "!head*") == ["conv.weight", "up.weight"]
+
+
+def test_a_pattern_that_matches_nothing_is_refused_with_what_there_is():
+    with pytest.raises(dh.UserError, match=r"no parameter matches 'fc\*'.*embed.weight, conv.weight"):
+        find_weights(Net(), ["conv*", "fc*"])
+
+
+def test_frozen_parameters_are_left_alone_unless_asked_for():
+    net = Net()
+    net.conv.requires_grad_(False)
+    assert names(net) == ["up.weight", "head.weight"]
+    assert names(net, frozen=True) == ["conv.weight", "up.weight", "head.weight"]
+    with pytest.raises(dh.UserError, match=r"select: 'conv\*' leaves no trainable"):
+        find_weights(net, "conv*")
+    with pytest.raises(dh.UserError, match="no trainable linear or convolution"):
+        find_weights(net.requires_grad_(False))
+
+
+def test_tied_parameters_are_found_once():
+    net = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5), nn.Linear(4, 5))
+    net[1].weight = net[2].weight = net[0].weight
+    assert names(net) == ["1.weight"]
+    assert names(net, "*weight") == ["0.weight"]
+
+
+@pytest.mark.parametrize("select", ["second.weight", "raw", "*weight"])
+def test_a_layer_known_by_another_name_keeps_its_dimensions(select):
+    net = nn.Module()
+    net.first = net.second = nn.ConvTranspose2d(4, 6, 3, groups=2)
+    net.raw = net.first.weight
+    (weight,) = find_weights(net, select)
+    assert (weight.out_dim, weight.in_dim, weight.groups) == (1, 0, 2)
+
+
+def test_empty_parameters_are_passed_over():
+    with pytest.warns(UserWarning, match="zero-element"):
+        net = nn.Sequential(nn.Linear(0, 3), nn.Linear(3, 2))
+    assert names(net) == ["1.weight"]
+
+
+def test_a_lazy_layer_has_to_see_a_batch_first():
+    net = nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 2))
+    with pytest.raises(dh.UserError, match=r"0\.weight has no shape yet"):
+        dh.Regularizer(net)
+    net(torch.ones(1, 7))
+    assert names(net) == ["0.weight", "1.weight"]
+
+
+def old_prune(layer):
+    return prune.l1_unstructured(layer, "weight", amount=1)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [parametrizations.weight_norm, parametrizations.spectral_norm, old_prune],
+)
+def test_a_weight_computed_from_others_is_not_left_out_in_silence(wrap):
+    net = nn.Sequential(wrap(nn.Linear(3, 3)), nn.Linear(3, 2))
+    with pytest.raises(dh.UserError, match=r"0\.weight is computed"):
+        find_weights(net)
+    assert names(net, "1.weight") == ["1.weight"]
+
+
+@pytest.fixture
+def one_process():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(params=["compile", "data parallel", "distributed", "compile of distributed", "compile of a part"])
+def wrapped(request):
+    net = Net()
+    if "distributed" in request.param:
+        request.getfixturevalue("one_process")
+        whole = nn.parallel.DistributedDataParallel(net)
+        return net, torch.compile(whole, backend="eager") if "compile" in request.param else whole
+    if request.param == "compile of a part":
+        net.conv = torch.compile(net.conv, backend="eager")
+        return net, net
+    return net, torch.compile(net, backend="eager") if request.param == "compile" else nn.DataParallel(net)
+
+
+def test_a_wrapped_model_keeps_its_names(wrapped):
+    _, model = wrapped
+    assert names(model) == ["conv.weight", "up.weight", "head.weight"]
+    assert names(model, "conv.weight") == ["conv.weight"]
+    assert [w.groups for w in find_weights(model)] == [2, 2, 1]
+
+
+def test_a_wrapped_model_trains_with_a_regularizer_and_masks_like_a_plain_one(wrapped):
+    net, model = wrapped
+    plain = Net()
+    plain.load_state_dict({k.replace("_orig_mod.", ""): v for k, v in net.state_dict().items()})
+    for m in (plain, model):
+        optimizer = torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9)
+        dh.Regularizer(m, groups="filters+channels", strength=1e-2).attach(optimizer)
+        masks = dh.prune(m, dh.Density(0.5))
+        masks.hold(optimizer)
+        for _ in range(2):
+            optimizer.zero_grad()
+            m(torch.arange(50).remainder(5).view(2, 25)).square().sum().backward()
+            optimizer.step()
+    for a, b in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+    assert masks.from_state_dict(masks.state_dict(), plain).density == masks.density
