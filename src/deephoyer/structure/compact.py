@@ -1,0 +1,199 @@
+"""A smaller network that computes the same: dead channels, neurons, inputs and branches taken out, and proof.
+
+A channel is dead when nothing reads it; one that nothing reaches is a constant, folded into its readers
+first, so that nothing reads it either. All is done on copies. The result is compared to the original
+on the example inputs and on random ones each time.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from deephoyer.errors import UserError, unknown
+from deephoyer.structure.channels import ChannelGraph
+from deephoyer.structure.coupled import Coupled, clean_copy
+from deephoyer.structure.cut import remove, spare_last, zero
+from deephoyer.structure.fold import Folded, fold
+from deephoyer.structure.inputs import Inputs
+from deephoyer.structure.joints import Constant, gather, replace
+from deephoyer.structure.layers import CONV, LINEAR, NORM, by_blocks, kind_of, nonzero, size
+from deephoyer.structure.verify import same
+
+JOINTS = ("none", "gather")
+
+
+@dataclass
+class SetReport:
+    """One coupled set: how many channels it had, how many went, and why it had to stay if it had to."""
+
+    name: str
+    channels: int
+    removed: int
+    reason: str | None = None
+
+
+@dataclass
+class CompactReport:
+    """What compaction did: to sets of channels, constants, whole layers, inputs; and how close the outputs are."""
+
+    sets: list[SetReport] = field(default_factory=list)
+    folded: dict[str, int] = field(default_factory=dict)
+    kept: dict[str, tuple[int, str]] = field(default_factory=dict)
+    dropped: list[str] = field(default_factory=list)
+    joints: dict[str, dict[str, tuple[int, int]]] = field(default_factory=dict)
+    parameters_before: int = 0
+    parameters_after: int = 0
+    error: float = 0.0
+
+    @property
+    def removed(self) -> int:
+        return sum(one.removed for one in self.sets)
+
+
+def compact(
+    model: nn.Module, example_inputs: Inputs, *, groups: Coupled | None = None, joints: str = "none"
+) -> nn.Module:
+    """A new module with the same outputs, physically without what is dead; the model stays as it is.
+
+    `groups` shares the graph of a `Coupled` made from this model. With `joints="gather"` each layer also
+    loses the inputs and outputs that are dead in it alone, with index selection around it.
+
+    >>> net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+    >>> _ = net[0].weight.data[1].zero_(), net[0].bias.data[1].zero_()
+    >>> compact(net, torch.randn(5, 4))
+    Sequential(
+      (0): Linear(in_features=4, out_features=2, bias=True)
+      (1): ReLU()
+      (2): Linear(in_features=2, out_features=2, bias=True)
+    )
+    """
+    if joints not in JOINTS:
+        raise unknown("kind of joint", joints, JOINTS)
+    graph = _graph(model, example_inputs, groups)
+    small = clean_copy(model)
+    report = CompactReport(parameters_before=_count(model))
+    found = fold(small, example_inputs)
+    dead = dead_channels(small, graph)
+    gone = spare_last(graph, dead)
+    remove(small, graph, gone)
+    report.sets = _sets(graph, gone)
+    report.folded, report.kept = found.folded, found.kept
+    inputs = _reads_input(graph)
+    _stand_still(small, fold(small, example_inputs), report)
+    _add_joints(small, inputs, joints, report)
+    report.error = same(clean_copy(model), small, example_inputs)
+    report.parameters_after = _count(small)
+    _settle(small, model)
+    small.compact_report = report  # type: ignore[assignment]
+    return small
+
+
+def compact_report(small: nn.Module) -> CompactReport:
+    """What `compact` did to make this module."""
+    report = getattr(small, "compact_report", None)
+    if not isinstance(report, CompactReport):
+        raise UserError("this module has no report: it wasn't made by `compact` in this process.")
+    return report
+
+
+def dead_channels(model: nn.Module, graph: ChannelGraph) -> Tensor:
+    """Which channels nothing reads; everything that belongs to them is zeroed, until no more die."""
+    fixed = torch.zeros(graph.count, dtype=torch.bool)
+    fixed[list(graph.fixed)] = True
+    dead = torch.zeros(graph.count, dtype=torch.bool)
+    while True:
+        read = fixed.clone()
+        for (name, side), channels in graph.layers.items():
+            module = model.get_submodule(name)
+            kind = kind_of(module)
+            assert kind is not None
+            through = getattr(module, "groups", 1) > 1 and by_blocks(module)
+            if side == "in" and not through:
+                read[channels[nonzero(module, kind, "in").cpu()]] = True
+        if torch.equal(~read, dead):
+            return dead
+        dead = ~read
+        zero(model, graph, dead)
+
+
+def _graph(model: nn.Module, inputs: Inputs, groups: Coupled | None) -> ChannelGraph:
+    graph = (groups or Coupled(model, inputs)).graph
+    for (name, side), channels in graph.layers.items():
+        try:
+            module = model.get_submodule(name)
+        except AttributeError:
+            raise UserError(f"compact: the groups are of another model: this one has no module {name!r}.") from None
+        kind = kind_of(module)
+        if kind is None or size(module, kind, side) != len(channels):
+            raise UserError(f"compact: the groups are of another model: {name!r} is not the layer they know.")
+    return graph
+
+
+def _sets(graph: ChannelGraph, gone: Tensor) -> list[SetReport]:
+    return [
+        SetReport(one.name, len(one.channels), int(gone[torch.tensor(one.channels)].sum()), one.reason)
+        for one in graph.sets()
+    ]
+
+
+def _reads_input(graph: ChannelGraph) -> list[str]:
+    """Layers that read the network's own inputs, which can't be removed but can be passed over."""
+    return [
+        name
+        for (name, side), channels in graph.layers.items()
+        if side == "in" and all(graph.fixed.get(c) == "network input" for c in torch.unique(channels).tolist())
+    ]
+
+
+def _stand_still(model: nn.Module, found: Folded, report: CompactReport) -> None:
+    """Replaces layers without weights, and norms of nothing but constants, by the constants they give."""
+    for name, module in list(model.named_modules()):
+        kind = kind_of(module)
+        if kind is NORM and name in found.still:
+            replace(model, name, Constant(module, found.still[name], trained=False))
+        elif kind in (LINEAR, CONV) and not module.weight.any():
+            bias = module.bias
+            value = bias if bias is not None else module.weight.new_zeros(size(module, kind, "out"))
+            replace(model, name, Constant(module, value, trained=bias is not None))
+        else:
+            continue
+        report.dropped.append(name)
+
+
+def _add_joints(model: nn.Module, inputs: list[str], joints: str, report: CompactReport) -> None:
+    layers = [name for name, m in model.named_modules() if kind_of(m) in (LINEAR, CONV)]
+    for name in layers:
+        module = model.get_submodule(name)
+        before = {side: size(module, kind_of(module), side) for side in ("in", "out")}  # type: ignore[arg-type]
+        if joints == "gather":
+            joint = gather(module)
+        else:
+            joint = gather(module, outputs=False) if name in inputs else None
+        if joint is None:
+            continue
+        after = {side: size(module, kind_of(module), side) for side in ("in", "out")}  # type: ignore[arg-type]
+        report.joints[name] = {side: (after[side], before[side]) for side in before if after[side] != before[side]}
+        replace(model, name, joint)
+
+
+def _count(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def _settle(small: nn.Module, model: nn.Module) -> None:
+    """Modes as the model has them, and no gradients of old shapes."""
+    small.train(model.training)
+    for name, module in model.named_modules():
+        try:
+            mine = small.get_submodule(name)
+        except AttributeError:
+            continue
+        mine.training = module.training
+        if hasattr(mine, "layer") and type(mine).__name__ == "Gather":
+            mine.layer.training = module.training  # type: ignore[union-attr]
+    for parameter in small.parameters():
+        parameter.grad = None

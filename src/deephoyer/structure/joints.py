@@ -1,0 +1,131 @@
+"""Small modules between layers of different width: they pick channels, lay them out again, or stand still.
+
+A `Gather` gives a layer only the inputs it reads and lays its outputs where the network wants them; a
+`Constant` stands where a layer has no weights left, and does no arithmetic. Not here: who decides that.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from deephoyer.structure.layers import CONV, LINEAR, Kind, channel_dim, cut, kind_of, nonzero, size
+
+
+class Gather(nn.Module):
+    """A layer with index selection in front (`read`) and behind (`write`).
+
+    `read[i]` is the channel that input i of the layer comes from. `write[j]` is the layer's output that
+    channel j of the result is; its number of outputs stands for `fill[j]`, or zero without a fill.
+    """
+
+    read: Tensor | None
+    write: Tensor | None
+    fill: nn.Parameter | None
+
+    def __init__(self, layer: nn.Module, read: Tensor | None, write: Tensor | None, fill: Tensor | None = None):
+        super().__init__()
+        kind = kind_of(layer)
+        assert kind is not None
+        self.layer = layer
+        self.dim = channel_dim(layer, kind)
+        device = layer.weight.device
+        self.register_buffer("read", None if read is None else read.to(device))
+        self.register_buffer("write", None if write is None else write.to(device))
+        self.fill = None if fill is None else nn.Parameter(fill.to(device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        dim = x.dim() + self.dim
+        if self.read is not None:
+            x = x.index_select(dim, self.read)
+        y = self.layer(x)
+        if self.write is None:
+            return y
+        dim = y.dim() + self.dim
+        zero = [0, 0] * (y.dim() - 1 - dim) + [0, 1]  # one channel of zeros, behind the others
+        y = F.pad(y, zero).index_select(dim, self.write)
+        if self.fill is not None:
+            y = y + self.fill.view([-1] + [1] * (-self.dim - 1))
+        return y
+
+
+class Constant(nn.Module):
+    """What a layer gives that has no weights left: its bias at every place, in the shape the layer gave."""
+
+    value: Tensor
+
+    def __init__(self, layer: nn.Module, value: Tensor, trained: bool):
+        super().__init__()
+        self.kind = (kind_of(layer) or LINEAR).name
+        self.places: list[dict[str, int]] | None = None
+        if kind_of(layer) is CONV:
+            self.places = _windows(layer)
+        if trained:
+            self.value = nn.Parameter(value.detach().clone())
+        else:
+            self.register_buffer("value", value.detach().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "linear":
+            return self.value.expand(*x.shape[:-1], -1)
+        if self.places is None:
+            return self.value.view(-1, *([1] * (x.dim() - 2))).expand(x.shape[0], -1, *x.shape[2:])
+        n = len(self.places)
+        shape = [(x.shape[d - n] + w["pad"] - w["reach"]) // w["stride"] + 1 for d, w in enumerate(self.places)]
+        return self.value.view(-1, *([1] * n)).expand(*x.shape[: -n - 1], -1, *shape)
+
+
+def _windows(layer: Any) -> list[dict[str, int]]:
+    """How many places a convolution has along each dimension: (size + pad − reach) // stride + 1."""
+    windows = []
+    for d, (k, stride, dilation) in enumerate(zip(layer.kernel_size, layer.stride, layer.dilation, strict=True)):
+        reach = dilation * (k - 1) + 1
+        if isinstance(layer.padding, str):
+            pad = reach - 1 if layer.padding == "same" else 0
+        else:
+            pad = 2 * layer.padding[d]
+        windows.append({"pad": pad, "reach": reach, "stride": stride})
+    return windows
+
+
+def replace(model: nn.Module, name: str, new: nn.Module) -> None:
+    """Puts a module in another's place."""
+    prefix, _, attribute = name.rpartition(".")
+    new.train(model.get_submodule(name).training)
+    setattr(model.get_submodule(prefix), attribute, new)
+
+
+def gather(layer: nn.Module, inputs: bool = True, outputs: bool = True) -> Gather | None:
+    """The layer with only its live inputs and outputs, behind a joint; None where all are live, or none."""
+    kind = kind_of(layer)
+    if kind not in (LINEAR, CONV) or getattr(layer, "groups", 1) != 1:
+        return None
+    assert kind is not None
+    keep: dict[str, Tensor] = {}
+    for side, wanted in (("in", inputs), ("out", outputs)):
+        live = nonzero(layer, kind, side)
+        if wanted and not live.all() and live.any():
+            keep[side] = torch.nonzero(live).flatten()
+    if not keep:
+        return None
+    write, fill = _layout(layer, kind, keep)
+    cut(layer, kind, keep, {})
+    return Gather(layer, keep.get("in"), write, fill)
+
+
+def _layout(layer: nn.Module, kind: Kind, keep: dict[str, Tensor]) -> tuple[Tensor | None, Tensor | None]:
+    if "out" not in keep:
+        return None, None
+    live = keep["out"]
+    write = torch.full((size(layer, kind, "out"),), len(live), device=live.device)
+    write[live] = torch.arange(len(live), device=live.device)
+    bias = layer.bias
+    if bias is None:
+        return write, None
+    assert isinstance(bias, Tensor)
+    fill = bias.detach().clone()
+    fill[live] = 0
+    return write, fill if bool(fill.any()) else None
