@@ -31,7 +31,8 @@ class Term:
         return whole(self.unit).magnitudes()
 
     def value(self) -> Tensor:
-        return self.scale * self.penalty.value(self.magnitudes())
+        # A copy, as autograd keeps the factor until backward, and a schedule may change the scale before that.
+        return self.scale.clone() * self.penalty.value(self.magnitudes())
 
     def gradients(self) -> list[Tensor]:
         """For each tensor of the unit Σ p'(r_g) / r_g · w over an element's groups; 0 where r_g = 0."""
