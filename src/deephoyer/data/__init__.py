@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from deephoyer.data.cifar10 import cifar10 as read_cifar10
 from deephoyer.data.dataset import Dataset
 from deephoyer.data.mnist import mnist as read_mnist
 from deephoyer.registry import Registry
@@ -15,6 +16,7 @@ __all__ = ["DATASETS", "Dataset", "load"]
 
 DATASETS: Registry[Dataset] = Registry("data set", "data")
 DATASETS.add("mnist", read_mnist)
+DATASETS.add("cifar10", read_cifar10)
 
 
 def load(name: str, **settings: Any) -> Dataset:

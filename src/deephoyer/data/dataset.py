@@ -7,6 +7,7 @@ is applied a batch at a time.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -42,13 +43,18 @@ class Dataset:
         x = images.to(torch.float32) / 255
         if self.mean == (0.0,) and self.std == (1.0,):
             return x
-        mean, std = (x.new_tensor(v).view(-1, 1, 1) for v in (self.mean, self.std))
-        return (x - mean) / std
+        return (x - _channels(self.mean, x.device)) / _channels(self.std, x.device)
 
     def to(self, device: torch.device | str) -> Dataset:
         """The same data set with its tensors on `device`."""
         parts = ("train_x", "train_y", "test_x", "test_y")
         return replace(self, **{part: getattr(self, part).to(device) for part in parts})
+
+
+@cache
+def _channels(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """One number a channel, copied to the device once: a copy in every batch would make it wait."""
+    return torch.tensor(values, dtype=torch.float32, device=device).view(-1, 1, 1)
 
 
 def first(limit: int | None, count: int) -> int:
