@@ -1,0 +1,92 @@
+"""The commands, as a person meets them: what they print, and how they end."""
+
+import json
+import sys
+
+import pytest
+
+from deephoyer import cli
+
+QUICK = [
+    "data={name: mnist, limit: 600}",
+    "device=cpu",
+    "pretrain.epochs=1",
+    "regularize.epochs=1",
+    "finetune.epochs=1",
+]
+
+
+@pytest.fixture
+def command(monkeypatch, capsys, tmp_path):
+    """Runs `deephoyer …` in an empty folder and gives its exit status and what it said."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*words):
+        monkeypatch.setattr(sys, "argv", ["deephoyer", *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        said = capsys.readouterr()
+        return ended.value.code, said.out, said.err
+
+    return call
+
+
+def test_list_shows_every_kind_with_a_line_each(command):
+    status, out, _ = command("list")
+    assert status == 0
+    for word in ("lenet-300-100-hs", "resnet-56", "mnist", "hoyer-square", "channels", "std-ratio"):
+        assert word in out
+
+
+def test_run_makes_a_folder_that_show_reads_again(command, tmp_path):
+    status, out, _ = command("run", "demo", *QUICK, "--out", "mine")
+    assert status == 0 and "fc1" in out and "finetuned" in out
+    record = json.loads((tmp_path / "mine" / "summary.json").read_text())
+    assert record["protocol"] == "held-out" and record["accuracy"].keys() >= {"dense", "pruned", "finetuned"}
+    status, again, _ = command("show", "mine")
+    assert status == 0 and again.strip().splitlines()[-5:] == out.strip().splitlines()[-5:]
+
+
+def test_the_same_command_on_a_finished_run_shows_it_again(command, tmp_path):
+    command("run", "demo", *QUICK)
+    before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*.safetensors")}
+    status, out, _ = command("run", "demo", *QUICK)
+    assert status == 0 and "finetuned" in out
+    assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*.safetensors")} == before
+
+
+def test_cp_gives_a_recipe_that_runs(command, tmp_path):
+    assert command("cp", "demo", "mine.yaml")[0] == 0
+    assert command("run", "mine.yaml", *QUICK)[0] == 0
+    assert (tmp_path / "runs").is_dir()
+    status, _, err = command("cp", "demo", "mine.yaml")
+    assert status == 2 and "--force" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["run", "nope"], "is not a recipe"),
+        (["run", "demo", "regularize.penalty=hoyer_sq"], "Did you mean 'hoyer-square'?"),
+        (["run", "missing.yaml"], "can't be read"),
+        (["run", "demo", "device=cuda:7"], "is not there"),
+        (["list", "penaltys"], "Did you mean 'penalties'?"),
+        (["show", "nowhere"], "folder of a finished run"),
+        (["cp", "demo", "no/such/folder.yaml"], "can't be written"),
+        (["run", "demo", "--out", "/proc/nothing"], "can't be made"),
+    ],
+)
+def test_a_mistake_is_one_or_two_lines_and_status_2(command, words, told):
+    status, _, err = command(*words)
+    assert status == 2 and told in err
+    assert err.startswith("deephoyer: ") and len(err.splitlines()) <= 2 and "Traceback" not in err
+
+
+def test_a_recipe_that_is_not_text_is_told(command, tmp_path):
+    (tmp_path / "odd.yaml").write_bytes(b"\xff\xfe\x00")
+    status, _, err = command("run", "odd.yaml")
+    assert status == 2 and "odd.yaml" in err
+
+
+def test_version_is_printed(command):
+    assert command("version")[1].strip() == cli.__version__

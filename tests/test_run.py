@@ -1,0 +1,218 @@
+"""Runs: real training of a small network on a few real images, cut off, resumed, damaged, refused."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import deephoyer as dh
+from deephoyer.train import checkpoint, recipe
+from deephoyer.train.run import Run
+
+SMALL = [
+    "data={name: mnist, limit: 1200}",
+    "device=cpu",
+    "pretrain.epochs=3",
+    "regularize.epochs=4",
+    "regularize.strength=1e-3",
+    "finetune.epochs=3",
+]
+
+
+def small(*changes):
+    return recipe.read("demo", [*SMALL, *changes])
+
+
+@pytest.fixture(autouse=True)
+def saves_every_epoch(monkeypatch):
+    monkeypatch.setattr("deephoyer.train.run.SAVE_SECONDS", 0.0)
+
+
+def weights(run):
+    return {name: t.clone() for name, t in run.model.state_dict().items()}
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def test_a_run_loses_most_weights_and_little_accuracy(tmp_path):
+    run = Run(small("data={name: mnist, limit: 6000}", "prune={rule: density, value: 0.1}"), tmp_path).execute()
+    assert run.finished() and run.masks.density == pytest.approx(0.1, abs=1e-3)
+    accuracy = run.state.accuracy
+    assert accuracy["dense"] > 0.85 and accuracy["finetuned"] > accuracy["dense"] - 0.05
+    for name, mask in run.masks.items():
+        assert not run.model.state_dict()[name][~mask].any()
+    stages = [line["stage"] for line in run.folder.metrics()]
+    assert stages == ["pretrain"] * 3 + ["regularize"] * 4 + ["finetune"] * 3
+
+
+def test_the_same_seed_gives_the_same_weights_and_another_does_not(tmp_path):
+    first, again, other = (
+        weights(Run(small(f"seed={seed}", "regularize.epochs=1"), tmp_path / name).execute())
+        for name, seed in (("a", 1), ("b", 1), ("c", 2))
+    )
+    assert same(first, again) and not same(first, other)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+@pytest.mark.parametrize("stage", ["pretrain", "regularize", "finetune"])
+def test_a_run_stopped_after_any_epoch_resumes_bit_for_bit(tmp_path, monkeypatch, stage, optimizer):
+    made = small(f"{stage}.optimizer={optimizer}", "regularize.warmup={kind: cosine, epochs: 2}", "shift=1")
+    whole = weights(Run(made, tmp_path / "whole").execute())
+
+    class Stop(Exception):
+        pass
+
+    cut = Run(made, tmp_path / "cut")
+    plain = cut._epoch
+
+    def stopping(name, settings, epoch, step):
+        if name == stage and epoch == 2:
+            raise Stop
+        return plain(name, settings, epoch, step)
+
+    cut._epoch = stopping
+    with pytest.raises(Stop):
+        cut.execute()
+    resumed = Run(made, tmp_path / "cut").execute()
+    assert same(weights(resumed), whole)
+    assert len(resumed.folder.metrics()) == 10
+
+
+DRIVER = """
+import sys, deephoyer.train.run as run
+run.SAVE_SECONDS = 0.0
+from deephoyer.cli import main
+sys.argv = ["deephoyer", "run", "demo", "--out", sys.argv[1], *sys.argv[2:]]
+main()
+"""
+
+
+def start(folder, *changes):
+    words = [sys.executable, "-c", DRIVER, str(folder), *SMALL, *changes]
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_run_killed_at_random_moments_ends_with_the_same_weights_bit_for_bit(tmp_path):
+    longer = ["pretrain.epochs=12", "regularize.epochs=16", "finetune.epochs=10"]
+    assert start(tmp_path / "whole", *longer).wait() == 0
+    moments, kills = random.Random(0), 0
+    for _ in range(4):
+        victim = start(tmp_path / "killed", *longer)
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "killed" / "metrics.jsonl").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        began = checkpoint.numbers(tmp_path / "killed" / "checkpoints")
+        while checkpoint.numbers(tmp_path / "killed" / "checkpoints") == began and victim.poll() is None:
+            time.sleep(0.01)
+        time.sleep(moments.uniform(0, 0.4))
+        victim.send_signal(signal.SIGKILL)
+        kills += victim.wait() == -signal.SIGKILL
+    assert kills >= 2, "the run was too short to be killed"
+    assert start(tmp_path / "killed", *longer).wait() == 0
+    a, b = (dh_weights(tmp_path / name) for name in ("whole", "killed"))
+    assert same(a, b)
+    lines = [(tmp_path / n / "metrics.jsonl").read_text().splitlines() for n in ("whole", "killed")]
+    strip = [[{k: v for k, v in json.loads(x).items() if k != "seconds"} for x in text] for text in lines]
+    assert strip[0] == strip[1]
+
+
+def dh_weights(folder: Path):
+    tensors, _, _ = checkpoint.newest(folder / "checkpoints")
+    return {k: v for k, v in tensors.items() if k.startswith(("model.", "masks."))}
+
+
+def test_ctrl_c_leaves_a_run_that_goes_on_and_exit_status_130(tmp_path):
+    run = start(tmp_path / "run", "pretrain.epochs=4000")
+    while not checkpoint.numbers(tmp_path / "run" / "checkpoints"):
+        assert run.poll() is None
+        time.sleep(0.02)
+    run.send_signal(signal.SIGINT)
+    _, said = run.communicate(timeout=60)
+    assert run.returncode == 130
+    assert "nothing is lost" in said and "Traceback" not in said
+    assert checkpoint.newest(tmp_path / "run" / "checkpoints") is not None
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpoint(tmp_path):
+    made = small("regularize.optimizer=sgd", "regularize.lr=1e30")
+    with pytest.raises(dh.UserError, match="regularize: the loss is"):
+        Run(made, tmp_path).execute()
+    tensors, state, _ = checkpoint.newest(tmp_path / "checkpoints")
+    assert state["stage"] == "regularize" and all(t.isfinite().all() for t in tensors.values())
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path):
+    whole = weights(Run(small(), tmp_path / "whole").execute())
+    run = Run(small(), tmp_path / "run")
+    run.execute()
+    newest = (
+        tmp_path / "run" / "checkpoints" / f"{checkpoint.numbers(tmp_path / 'run' / 'checkpoints')[-1]:06d}.safetensors"
+    )
+    content = bytearray(newest.read_bytes())
+    content[-100] ^= 1
+    newest.write_bytes(content)
+    assert same(weights(Run(small(), tmp_path / "run").execute()), whole)
+
+
+def test_a_folder_with_no_whole_checkpoint_says_so(tmp_path):
+    Run(small(), tmp_path).execute()
+    for path in (tmp_path / "checkpoints").glob("*.safetensors"):
+        path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(dh.UserError, match="No whole checkpoint is left"):
+        Run(small(), tmp_path).execute()
+
+
+def test_a_folder_made_by_another_recipe_is_refused(tmp_path):
+    Run(small(), tmp_path).execute()
+    with pytest.raises(dh.UserError, match=r"made by another recipe \(regularize.strength was 0.001, now 0.002\)"):
+        Run(small("regularize.strength=2e-3"), tmp_path).execute()
+
+
+def test_a_stage_that_has_not_begun_may_still_be_changed(tmp_path):
+    with pytest.raises(dh.UserError, match="would leave nothing of"):
+        Run(small("prune.value=1e6"), tmp_path).execute()
+    assert Run(small("prune.value=0.1"), tmp_path).execute().finished()
+
+
+def test_a_second_process_is_kept_out_of_the_folder(tmp_path):
+    run = Run(small(), tmp_path)
+    run.folder.open()
+    with pytest.raises(dh.UserError, match="another process"):
+        Run(small(), tmp_path).execute()
+    run.folder.close()
+
+
+def test_held_out_images_are_never_trained_on_and_test_images_never_selected_by(tmp_path):
+    run = Run(small(), tmp_path / "held").execute()
+    assert len(run.held_out) == 120 and not set(run.held_out.tolist()) & set(run.pool.tolist())
+    assert all("held_out" in line and "test" not in line for line in run.folder.metrics())
+    best = Run(small("select=test-best"), tmp_path / "best").execute()
+    assert len(best.pool) == 1200
+    tuned = [line["test"] for line in best.folder.metrics() if line["stage"] == "finetune"]
+    assert best.state.accuracy["finetuned"] == max(tuned)
+
+
+def test_weights_of_a_checkpoint_can_stand_for_pretraining(tmp_path):
+    first = Run(small(), tmp_path / "first").execute()
+    source = tmp_path / "first" / "dense.safetensors"
+    start = f"pretrain={{checkpoint: '{source}'}}"
+    second = Run(small(start), tmp_path / "second").execute()
+    assert same(weights(second), weights(first))
+    (tmp_path / "cut.safetensors").write_bytes(source.read_bytes()[:5000])
+    with pytest.raises(dh.UserError, match="checkpoint"):
+        Run(small(f"pretrain={{checkpoint: '{tmp_path / 'cut.safetensors'}'}}"), tmp_path / "third").execute()
+
+
+@pytest.mark.skipif(os.geteuid() == 0 and not Path("/proc/self").exists(), reason="needs a place nobody can write to")
+def test_a_place_that_cannot_be_written_is_told_in_a_line():
+    with pytest.raises(dh.UserError, match="can't be made"):
+        Run(small(), "/proc/deephoyer-run").execute()
