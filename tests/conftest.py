@@ -11,4 +11,4 @@ settings.register_profile("same", derandomize=True, database=None, max_examples=
 settings.register_profile("hunt", max_examples=1000, **slow_is_fine)
 settings.load_profile("same")
 
-torch.set_num_threads(2)
+torch.set_num_threads(1)

@@ -120,8 +120,8 @@ def tied_at_the_cut(r, keep=0.05):
 
 
 @pytest.mark.parametrize("name", FORMULAS)
-@given(cut_layers(), st.floats(1e-6, 1e3))
-def test_every_penalty_on_every_grouping_is_its_formula(name, cut, strength):
+@given(cut_layers(), st.floats(1e-6, 1e3), st.sampled_from(["plain", "auto"]))
+def test_every_penalty_on_every_grouping_is_its_formula(name, cut, strength, backend):
     layer, groups, masks = cut
     r = [norms(layer.weight, m) for m in masks]
     assume(not (name == "trimmed-l1" and any(tied_at_the_cut(x) for x in r)))
@@ -130,7 +130,7 @@ def test_every_penalty_on_every_grouping_is_its_formula(name, cut, strength):
     (gradient,) = torch.autograd.grad(value, layer.weight)
     atol = 1e-9 * gradient.abs().max().item() + strength * sum(slack(name, x.detach()) for x in alive)
 
-    reg = dh.Regularizer(layer, name, groups, strength=strength)
+    reg = dh.Regularizer(layer, name, groups, strength=strength, backend=backend)
     loss = reg.loss()
     assert_close(loss, value, rtol=1e-9, atol=0)
     loss.backward()

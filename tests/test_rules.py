@@ -1,0 +1,221 @@
+"""The rules: which weights and groups they let go, exactly."""
+
+import copy
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.testing import assert_close
+
+import deephoyer as dh
+from deephoyer.rules import RULES
+
+
+@st.composite
+def nets(draw, ties=True):
+    """Two linear layers; with ties there are few distinct weights, zeros among them."""
+    torch.manual_seed(draw(st.integers(0, 10**6)))
+    width = draw(st.integers(1, 9))
+    model = nn.Sequential(nn.Linear(draw(st.integers(1, 9)), width), nn.Linear(width, draw(st.integers(1, 9))))
+    if ties and draw(st.booleans()):
+        for layer in model:
+            layer.weight.data = torch.randint(-2, 3, layer.weight.shape).float()
+    return model
+
+
+def left(masks):
+    return {name: count.left for name, count in masks.counts().items()}
+
+
+@given(nets(), st.floats(0, 3))
+def test_absolute_keeps_what_is_at_least_the_value_and_not_zero(model, value):
+    before = copy.deepcopy(model)
+    masks = dh.prune(model, dh.Absolute(value), allow_empty=True)
+    for old, new, name in zip(before, model, masks, strict=True):
+        stays = (old.weight.abs() >= torch.tensor(value)) & (old.weight != 0)
+        assert masks[name].equal(stays)
+        assert new.weight.equal(old.weight * stays)
+
+
+@given(nets(), st.floats(0, 3))
+def test_std_ratio_is_relative_to_each_layers_spread(model, value):
+    before = copy.deepcopy(model)
+    masks = dh.prune(model, dh.StdRatio(value), allow_empty=True)
+    for old, name in zip(before, masks, strict=True):
+        w = old.weight.detach()
+        threshold = value * (w - w.mean()).square().mean().sqrt()
+        clear = (w.abs() - threshold).abs() > 1e-5
+        assert masks[name][clear].equal(((w.abs() >= threshold) & (w != 0))[clear])
+
+
+@given(nets(), st.floats(0, 1))
+def test_density_keeps_exactly_the_largest_share_of_each_layer(model, value):
+    before = copy.deepcopy(model)
+    masks = dh.prune(model, dh.Density(value), allow_empty=True)
+    for old, name in zip(before, masks, strict=True):
+        w = old.weight.abs()
+        assert masks[name].sum() == min(round(value * w.numel()), w.count_nonzero())
+        if masks[name].any() and not masks[name].all():
+            assert w[masks[name]].min() >= w[~masks[name]].max()
+
+
+@given(nets(), st.floats(0, 1))
+def test_global_density_keeps_exactly_the_largest_share_of_the_network(model, value):
+    w = torch.cat([layer.weight.abs().flatten() for layer in model])
+    masks = dh.prune(model, dh.Density(value, scope="global"), allow_empty=True)
+    stays = torch.cat([m.flatten() for m in masks.values()])
+    assert stays.sum() == min(round(value * w.numel()), w.count_nonzero())
+    if stays.any() and not stays.all():
+        assert w[stays].min() >= w[~stays].max()
+
+
+@given(nets(ties=False), st.floats(0, 1), st.sampled_from(["filters", "channels"]))
+def test_groups_go_whole_by_the_root_mean_square_of_their_weights(model, value, groups):
+    dim = 1 if groups == "filters" else 0
+    scores = [layer.weight.detach().square().mean(dim).sqrt() for layer in model]
+    masks = dh.prune(model, dh.Density(value), groups=groups, allow_empty=True)
+    for score, mask in zip(scores, masks.values(), strict=True):
+        kept = mask.any(dim)
+        assert mask.all(dim).equal(kept)
+        assert kept.sum() == round(value * len(score))
+        if kept.any() and not kept.all():
+            assert score[kept].min() >= score[~kept].max()
+
+
+def test_one_threshold_means_the_same_for_a_weight_a_filter_and_a_channel():
+    model = nn.Conv2d(3, 4, 3)
+    nn.init.constant_(model.weight, 0.1)
+    for groups in ("elements", "filters", "channels", "filters+channels"):
+        assert dh.prune(model, dh.Absolute(0.0999), groups=groups).density == 1
+        with pytest.raises(dh.UserError, match="would leave nothing"):
+            dh.prune(model, dh.Absolute(0.1001), groups=groups)
+
+
+@given(nets(), st.floats(0, 1))
+def test_pruning_again_by_the_same_rule_changes_nothing(model, value):
+    for rule in (dh.Absolute(value), dh.Density(value), dh.Density(value, "global")):
+        once = dh.prune(model, rule, allow_empty=True)
+        again = dh.prune(model, rule, allow_empty=True)
+        assert all(once[name].equal(again[name]) for name in once)
+
+
+def test_overlapping_lists_keep_a_weight_only_if_all_its_groups_stay():
+    model = nn.Linear(5, 1)
+    model.weight.data[:] = torch.tensor([3.0, 1.0, 0.1, 0.1, 0.1])
+    lists = dh.IndexGroups({"weight": [[0, 1], [1, 2, 3]]})
+    masks = dh.prune(model, dh.Absolute(1.0), groups=lists)
+    assert masks["weight"].tolist() == [[True, False, False, False, True]]
+
+
+def test_per_layer_takes_the_first_pattern_that_matches():
+    model = nn.Sequential(nn.Conv2d(1, 3, 2), nn.Linear(4, 4), nn.Linear(4, 4))
+    rule = dh.PerLayer({"1.*": dh.Density(0.25), "[12].*": {"rule": "density", "value": 0.5}, "*": dh.Absolute(0)})
+    assert left(dh.prune(model, rule)) == {"0.weight": 12, "1.weight": 4, "2.weight": 8}
+
+
+def test_a_global_density_in_per_layer_ranges_over_its_own_layers():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].weight.data.mul_(100)
+    model[1].weight.data.mul_(10)
+    rule = dh.PerLayer({"0*": dh.Density(1.0), "*": dh.Density(0.5, scope="global")})
+    masks = dh.prune(model, rule)
+    assert left(masks)["0.weight"] == 16
+    assert left(masks)["1.weight"] + left(masks)["2.weight"] == 16
+    assert left(masks)["1.weight"] > left(masks)["2.weight"]
+
+
+@pytest.mark.parametrize("choice", [0.1, None, {}, {"value": 0.1}, dh.Absolute])
+def test_per_layer_refuses_what_is_no_rule(choice):
+    with pytest.raises(dh.UserError, match="rule"):
+        dh.PerLayer({"*": choice})
+
+
+def test_per_layer_refuses_a_layer_that_no_pattern_matches():
+    with pytest.raises(dh.UserError, match=r"no pattern matches '1\.weight'"):
+        dh.prune(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), dh.PerLayer({"0.*": dh.Absolute(0)}))
+
+
+@pytest.mark.parametrize("value", [-0.1, math.nan, math.inf, True, "0.1", None])
+def test_thresholds_that_are_none_are_refused(value):
+    for rule in (dh.Absolute, dh.StdRatio, dh.Density):
+        with pytest.raises(dh.UserError, match="rule"):
+            rule(value)
+
+
+def test_densities_above_one_and_unknown_scopes_are_refused():
+    with pytest.raises(dh.UserError, match="more than all"):
+        dh.Density(1.01)
+    with pytest.raises(dh.UserError, match="scope"):
+        dh.Density(0.5, scope="net")
+    with pytest.raises(dh.UserError, match="Did you mean 'std-ratio'"):
+        RULES.make("std_ratio", value=1)
+
+
+@pytest.mark.parametrize("rule", [0.1, "absolute", None, dh.Absolute])
+def test_prune_refuses_what_is_no_rule(rule):
+    with pytest.raises(dh.UserError, match="not a rule"):
+        dh.prune(nn.Linear(2, 2), rule)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("groups", ["elements", "filters", dh.IndexGroups({"0.weight": [[0], [1]], "1.weight": [[0]]})])
+def test_weights_that_are_not_finite_are_refused_by_name(bad, groups):
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    model[1].weight.data[1, 1] = bad
+    before = copy.deepcopy(model.state_dict())
+    for rule in (dh.Absolute(1e-3), dh.StdRatio(0.1), dh.Density(0.5, "global")):
+        with pytest.raises(dh.UserError, match=r"1\.weight holds weights that are not finite"):
+            dh.prune(model, rule, groups=groups)
+    for name, value in model.state_dict().items():
+        assert_close(value, before[name], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("rule", "groups", "threshold"),
+    [
+        (dh.Absolute(0.25), "elements", "0.25"),
+        (dh.Absolute(0.25), "filters+channels", "0.25"),
+        (dh.StdRatio(1e9), "elements", r"\d\.\d+e\+\d+"),
+        (dh.Density(0.9, "global"), "elements", r"\d"),
+        (dh.Density(0.001), "filters", "inf"),
+        (dh.PerLayer({"1.*": dh.Absolute(0.25), "*": dh.Absolute(0)}), "elements", "0.25"),
+    ],
+)
+def test_a_rule_that_would_empty_a_layer_names_it_and_its_threshold_and_changes_nothing(rule, groups, threshold):
+    model = nn.Sequential(nn.Linear(40, 10), nn.Linear(10, 2))
+    nn.init.uniform_(model[0].weight, 0.5, 1.0)
+    nn.init.uniform_(model[1].weight, 0.01, 0.02)
+    name = "0" if "Std" in repr(rule) or "0.001" in repr(rule) else "1"
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(dh.UserError, match=rf"nothing of {name}\.weight.*threshold {threshold}"):
+        dh.prune(model, rule, groups=groups)
+    assert all(v.equal(before[k]) for k, v in model.state_dict().items())
+    masks = dh.prune(model, rule, groups=groups, allow_empty=True)
+    assert left(masks)[f"{name}.weight"] == 0
+    assert model[int(name)].weight.eq(0).all()
+
+
+def test_a_layer_emptied_by_two_kinds_of_groups_together_is_named_with_both_thresholds():
+    model = nn.Linear(3, 2)
+    model.weight.data[:] = torch.tensor([[0.9, 0.9, 0.9], [1.0, 0.0, 0.0]])
+    before = model.weight.detach().clone()
+    # The second row goes as a filter, the first as part of a list; neither kind would empty the layer alone.
+    groups = ["filters", dh.IndexGroups({"weight": [[3], [0, 1, 2, 4, 5]]})]
+    with pytest.raises(dh.UserError, match=r"nothing of weight.*\(0\.7 and 0\.7\)"):
+        dh.prune(model, dh.Absolute(0.7), groups=groups)
+    assert model.weight.equal(before)
+
+
+def test_biases_may_vanish_whole():
+    model = nn.Linear(3, 2)
+    nn.init.zeros_(model.bias)
+    assert left(dh.prune(model, dh.Absolute(0), select="*")) == {"weight": 6, "bias": 0}
+
+
+def test_frozen_layers_are_not_pruned():
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    model[0].requires_grad_(False)
+    assert list(dh.prune(model, dh.Density(0.5))) == ["1.weight"]
