@@ -20,7 +20,7 @@ from deephoyer.structure.cut import remove, spare_last, zero
 from deephoyer.structure.fold import Folded, fold
 from deephoyer.structure.inputs import Inputs
 from deephoyer.structure.joints import Constant, gather, replace
-from deephoyer.structure.layers import CONV, LINEAR, NORM, by_blocks, kind_of, nonzero, size
+from deephoyer.structure.layers import CONV, LINEAR, NORM, WIRING, by_blocks, kind_of, nonzero, size
 from deephoyer.structure.verify import same
 
 JOINTS = ("none", "gather")
@@ -82,9 +82,8 @@ def compact(
     remove(small, graph, gone)
     report.sets = _sets(graph, gone)
     report.folded, report.kept = found.folded, found.kept
-    inputs = _reads_input(graph)
-    _stand_still(small, fold(small, example_inputs), report)
-    _add_joints(small, inputs, joints, report)
+    _stand_still(small, graph.order, fold(small, example_inputs), report)
+    _add_joints(small, graph.order if joints == "gather" else _reads_input(graph), joints, report)
     report.error = same(clean_copy(model), small, example_inputs)
     report.parameters_after = _count(small)
     _settle(small, model)
@@ -149,9 +148,10 @@ def _reads_input(graph: ChannelGraph) -> list[str]:
     ]
 
 
-def _stand_still(model: nn.Module, found: Folded, report: CompactReport) -> None:
+def _stand_still(model: nn.Module, layers: list[str], found: Folded, report: CompactReport) -> None:
     """Replaces layers without weights, and norms of nothing but constants, by the constants they give."""
-    for name, module in list(model.named_modules()):
+    for name in layers:
+        module = model.get_submodule(name)
         kind = kind_of(module)
         if kind is NORM and name in found.still:
             replace(model, name, Constant(module, found.still[name], trained=False))
@@ -164,20 +164,18 @@ def _stand_still(model: nn.Module, found: Folded, report: CompactReport) -> None
         report.dropped.append(name)
 
 
-def _add_joints(model: nn.Module, inputs: list[str], joints: str, report: CompactReport) -> None:
-    layers = [name for name, m in model.named_modules() if kind_of(m) in (LINEAR, CONV)]
+def _add_joints(model: nn.Module, layers: list[str], joints: str, report: CompactReport) -> None:
     for name in layers:
         module = model.get_submodule(name)
-        before = {side: size(module, kind_of(module), side) for side in ("in", "out")}  # type: ignore[arg-type]
-        if joints == "gather":
-            joint = gather(module)
-        else:
-            joint = gather(module, outputs=False) if name in inputs else None
-        if joint is None:
+        kind = kind_of(module)
+        if kind is None or kind is WIRING:
             continue
-        after = {side: size(module, kind_of(module), side) for side in ("in", "out")}  # type: ignore[arg-type]
-        report.joints[name] = {side: (after[side], before[side]) for side in before if after[side] != before[side]}
-        replace(model, name, joint)
+        before = {side: size(module, kind, side) for side in kind.sides()}
+        joint = gather(module, outputs=joints == "gather")
+        if joint is not None:
+            after = {side: size(module, kind, side) for side in before}
+            report.joints[name] = {s: (after[s], before[s]) for s in before if after[s] != before[s]}
+            replace(model, name, joint)
 
 
 def _count(model: nn.Module) -> int:

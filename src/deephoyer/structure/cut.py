@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from deephoyer.structure.channels import ChannelGraph
-from deephoyer.structure.layers import clear, cut, kind_of, put
+from deephoyer.structure.layers import Renewed, clear, cut, kind_of, put
 
 
 def zero(model: nn.Module, graph: ChannelGraph, dead: Tensor) -> None:
@@ -34,16 +34,16 @@ def remove(model: nn.Module, graph: ChannelGraph, dead: Tensor) -> None:
         gone = dead[channels]
         if gone.any():
             sides.setdefault(name, {})[side] = torch.nonzero(~gone).flatten()
-    fresh: dict[int, nn.Parameter] = {}
+    renewed = Renewed()
     for name, keep in sides.items():
         module = model.get_submodule(name)
         kind = kind_of(module)
         assert kind is not None
-        cut(module, kind, keep, fresh)
+        cut(module, kind, keep, renewed)
     for (name, dim), channels in graph.loose.items():
         gone = dead[channels]
         if gone.any():
-            _cut_loose(model, name, int(dim), torch.nonzero(~gone).flatten(), fresh)
+            _cut_loose(model, name, int(dim), torch.nonzero(~gone).flatten(), renewed)
 
 
 def spare_last(graph: ChannelGraph, dead: Tensor) -> Tensor:
@@ -55,21 +55,21 @@ def spare_last(graph: ChannelGraph, dead: Tensor) -> Tensor:
     return dead
 
 
-def _cut_loose(model: nn.Module, name: str, dim: int, keep: Tensor, fresh: dict[int, nn.Parameter]) -> None:
+def _cut_loose(model: nn.Module, name: str, dim: int, keep: Tensor, renewed: Renewed) -> None:
     tensor = _tensor(model, name)
-    module, attribute = _owner(model, name)
-    put(module, attribute, tensor.detach().index_select(dim, keep.to(tensor.device)), fresh)
+    module, attribute = owner(model, name)
+    put(module, attribute, tensor.detach().index_select(dim, keep.to(tensor.device)), renewed)
     if isinstance(module, nn.PReLU):
         module.num_parameters = len(keep)
 
 
-def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+def owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     prefix, _, attribute = name.rpartition(".")
     return model.get_submodule(prefix), attribute
 
 
 def _tensor(model: nn.Module, name: str) -> Tensor:
-    module, attribute = _owner(model, name)
+    module, attribute = owner(model, name)
     tensor = getattr(module, attribute)
     assert isinstance(tensor, Tensor)
     return tensor

@@ -3,7 +3,8 @@
 The proof is a forward pass with NaN for every input: NaN spreads to whatever depends on the input, and
 layers are made to spread it only through weights that aren't zero. What is not NaN is a constant, and
 its value is at hand. A second witness is asked too: the same channel must have been constant on real
-inputs. A constant before zero padding can't be folded exactly, and is reported instead.
+inputs. A constant before zero padding can't be folded exactly: of several that one layer reads, one
+is kept, and reported, which stands for the others.
 """
 
 from __future__ import annotations
@@ -163,6 +164,8 @@ def _fold_into(
     near = (seen[0] - value).abs() <= 1e-3 * (1 + value.abs())
     exact = _exact(module, kind) | (value == 0)
     good = read & even & near & exact
+    if kind is CONV and module.groups == 1:
+        good |= _merge(module, value, read & even & near & ~exact)
     kept = read & ~good
     if kept.any():
         why = "zero padding" if (kept & even).any() else "its constant differs from place to place"
@@ -170,9 +173,22 @@ def _fold_into(
     if not good.any():
         return
     if kind is not WIRING:
-        _add_bias(module, kind, torch.where(good, value, torch.zeros_like(value)))
+        _add_bias(module, kind, torch.where(good & exact, value, torch.zeros_like(value)))
     clear(module, kind, "in", good)
     result.folded[name] = int(good.sum())
+
+
+def _merge(module: Any, value: Tensor, padded: Tensor) -> Tensor:
+    """Lets one constant input of a padded convolution stand for all: they differ by a factor only, borders too."""
+    if int(padded.sum()) < 2:
+        return torch.zeros_like(padded)
+    one = int((value.abs() * padded).argmax())
+    others = padded.clone()
+    others[one] = False
+    share = torch.where(others, value / value[one], torch.zeros_like(value)).double()
+    more = torch.einsum("oi...,i->o...", module.weight.detach().double(), share)
+    module.weight[:, one] += more.to(module.weight.dtype)
+    return others
 
 
 def _exact(module: Any, kind: Kind) -> bool:

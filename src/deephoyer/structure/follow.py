@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from deephoyer.errors import UserError
 from deephoyer.structure.channels import ChannelGraph, Joined, Place
 from deephoyer.structure.inputs import Inputs, call, tensors_in
-from deephoyer.structure.layers import CONV, Kind, by_blocks, channel_dim, kind_of, size
+from deephoyer.structure.layers import CONV, Kind, by_blocks, channel_dim, kind_of, loose_tensors, size
 
 
 class CannotFollow(UserError):
@@ -85,7 +85,7 @@ class Follower(TorchDispatchMode):
         self._asleep = 0
         self._names = {module: name for name, module in model.named_modules()}
         self._modules = dict(model.named_modules())
-        self._owners = _loose_tensors(model)
+        self._owners = {id(tensor): name for name, tensor in reversed(loose_tensors(model))}
         self._tied: dict[int, str] = {}
         for name, module in model.named_modules():
             self._hook(name, module)
@@ -418,18 +418,6 @@ class Follower(TorchDispatchMode):
         (dim,) = varying
         rows = whole.movedim(dim, 0).flatten(1)
         yield (name, str(dim)), rows[:, 0]
-
-
-def _loose_tensors(model: nn.Module) -> dict[int, str]:
-    """Parameters and floating-point buffers outside the known layers, by identity."""
-    owned: dict[int, str] = {}
-    for prefix, module in model.named_modules():
-        if kind_of(module) is not None or isinstance(module, nn.MultiheadAttention):
-            continue
-        for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
-            if tensor.is_floating_point():
-                owned.setdefault(id(tensor), f"{prefix}.{name}" if prefix else name)
-    return owned
 
 
 def _splits(before: tuple[int, ...], after: tuple[int, ...]) -> list[list[int]]:

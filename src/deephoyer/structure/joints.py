@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deephoyer.structure.layers import CONV, LINEAR, Kind, channel_dim, cut, kind_of, nonzero, size
+from deephoyer.structure.layers import CONV, LINEAR, Kind, Renewed, channel_dim, cut, kind_of, nonzero, size
 
 
 class Gather(nn.Module):
@@ -26,10 +26,13 @@ class Gather(nn.Module):
     write: Tensor | None
     fill: nn.Parameter | None
 
-    def __init__(self, layer: nn.Module, read: Tensor | None, write: Tensor | None, fill: Tensor | None = None):
+    def __init__(
+        self, layer: nn.Module, read: Tensor | None, write: Tensor | None, fill: Tensor | None, width: int
+    ):
         super().__init__()
         kind = kind_of(layer)
         assert kind is not None
+        self.width = width  # channels of what it is given
         self.layer = layer
         self.dim = channel_dim(layer, kind)
         device = layer.weight.device
@@ -92,10 +95,13 @@ def _windows(layer: Any) -> list[dict[str, int]]:
 
 
 def replace(model: nn.Module, name: str, new: nn.Module) -> None:
-    """Puts a module in another's place."""
-    prefix, _, attribute = name.rpartition(".")
-    new.train(model.get_submodule(name).training)
-    setattr(model.get_submodule(prefix), attribute, new)
+    """Puts a module in another's place, wherever the model has it."""
+    old = model.get_submodule(name)
+    new.train(old.training)
+    for parent in list(model.modules()):
+        for attribute, child in parent._modules.items():
+            if child is old and parent is not new:
+                parent._modules[attribute] = new
 
 
 def gather(layer: nn.Module, inputs: bool = True, outputs: bool = True) -> Gather | None:
@@ -112,8 +118,9 @@ def gather(layer: nn.Module, inputs: bool = True, outputs: bool = True) -> Gathe
     if not keep:
         return None
     write, fill = _layout(layer, kind, keep)
-    cut(layer, kind, keep, {})
-    return Gather(layer, keep.get("in"), write, fill)
+    width = size(layer, kind, "in")
+    cut(layer, kind, keep, Renewed())
+    return Gather(layer, keep.get("in"), write, fill, width)
 
 
 def _layout(layer: nn.Module, kind: Kind, keep: dict[str, Tensor]) -> tuple[Tensor | None, Tensor | None]:

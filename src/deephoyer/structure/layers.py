@@ -131,8 +131,22 @@ def clear(module: nn.Module, kind: Kind, side: str, gone: Tensor) -> None:
                 tensor.masked_fill_(mask.view([-1 if d == dim else 1 for d in range(tensor.dim())]), 0)
 
 
-def cut(module: nn.Module, kind: Kind, keep: dict[str, Tensor], fresh: dict[int, nn.Parameter]) -> None:
-    """Keeps only the channels listed for each side; `fresh` maps old parameters to new, so that ties stay tied."""
+class Renewed:
+    """Parameters that were replaced and what by, so that shared ones stay shared."""
+
+    def __init__(self) -> None:
+        self._pairs: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+
+    def get(self, old: Tensor) -> nn.Parameter | None:
+        pair = self._pairs.get(id(old))
+        return None if pair is None else pair[1]
+
+    def note(self, old: nn.Parameter, new: nn.Parameter) -> None:
+        self._pairs[id(old)] = (old, new)  # the old one is held, or its id could come back for another
+
+
+def cut(module: nn.Module, kind: Kind, keep: dict[str, Tensor], renewed: Renewed) -> None:
+    """Keeps only the channels listed for each side."""
     if kind is WIRING:
         if "out" in keep:
             module.keep_outputs(keep["out"].tolist())  # type: ignore[operator]
@@ -147,8 +161,8 @@ def cut(module: nn.Module, kind: Kind, keep: dict[str, Tensor], fresh: dict[int,
         tensor = getattr(module, name)
         if tensor is None:
             continue
-        if id(tensor) in fresh:
-            setattr(module, name, fresh[id(tensor)])
+        if (known := renewed.get(tensor)) is not None:
+            setattr(module, name, known)
             continue
         new = tensor.detach()
         if "in" in keep and name in kind.into:
@@ -156,20 +170,20 @@ def cut(module: nn.Module, kind: Kind, keep: dict[str, Tensor], fresh: dict[int,
         if "out" in keep and name in kind.out:
             out = keep["out"].to(new.device)
             new = new.index_select(kind.out[name], out)
-        put(module, name, new, fresh)
+        put(module, name, new, renewed)
     for side, index in keep.items():
         setattr(module, kind.out_size if side == "out" else str(kind.in_size), len(index))
     if groups > 1:
         module.groups = left  # type: ignore[assignment]
 
 
-def put(module: nn.Module, name: str, new: Tensor, fresh: dict[int, nn.Parameter]) -> None:
+def put(module: nn.Module, name: str, new: Tensor, renewed: Renewed) -> None:
     """Puts a tensor of another shape in the place of a parameter or buffer."""
     old = getattr(module, name)
     new = new.clone(memory_format=torch.preserve_format)
     if isinstance(old, nn.Parameter):
-        fresh[id(old)] = parameter = nn.Parameter(new, requires_grad=old.requires_grad)
-        fresh[id(parameter)] = parameter
+        parameter = nn.Parameter(new, requires_grad=old.requires_grad)
+        renewed.note(old, parameter)
         setattr(module, name, parameter)
     else:
         setattr(module, name, new)
@@ -191,3 +205,15 @@ def _inputs(weight: Tensor, dim: int, keep: Tensor, groups: int, left: int) -> T
         return weight
     per = weight.shape[1]
     return weight.index_select(1, keep[keep < per])
+
+
+def loose_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Parameters and floating-point buffers outside the known layers, by name, each once."""
+    found: dict[int, tuple[str, Tensor]] = {}
+    for prefix, module in model.named_modules():
+        if kind_of(module) is not None or isinstance(module, nn.MultiheadAttention):
+            continue
+        for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            if tensor.is_floating_point():
+                found.setdefault(id(tensor), (f"{prefix}.{name}" if prefix else name, tensor))
+    return list(found.values())
