@@ -16,20 +16,19 @@ from deephoyer.kernels.layout import Matrix, flat
 from deephoyer.kernels.passes import Pair, Passes, Plan
 from deephoyer.penalties import Penalty, ScaleFree, wide
 
-CPU_BLOCK = 1 << 19
-DEVICE_BLOCK = 1 << 24
-
 
 class Foreach(Passes):
     """Plain PyTorch, in blocks."""
 
     name = "foreach"
+    cpu_block = 1 << 19
+    device_block = 1 << 24
 
     def element_sums(self, plan: Plan, pairs: list[Pair]) -> Tensor:
         sums: list[Tensor] = []
         for element in plan.elements:
             weight = flat(pairs[element.at][0])
-            parts = [self.block_sums(x) for x in weight.split(_block(weight))]
+            parts = [self.block_sums(x) for x in weight.split(self._block(weight))]
             for each in zip(*parts, strict=True):
                 sums.append(each[0] if len(each) == 1 else torch.stack(each).sum())
         return torch.stack([s.to(plan.dtype) for s in sums]).view(-1, 2).t()
@@ -43,7 +42,8 @@ class Foreach(Passes):
             weight, grad = pairs[element.at]
             assert grad is not None
             penalty = element.term.penalty
-            for x, y in zip(flat(weight).split(_block(weight)), flat(grad).split(_block(weight)), strict=True):
+            block = self._block(weight)
+            for x, y in zip(flat(weight).split(block), flat(grad).split(block), strict=True):
                 if isinstance(penalty, ScaleFree):
                     a, b = lines[id(penalty)]
                     self.add_line_(x, y, a[i], b[i])
@@ -57,7 +57,7 @@ class Foreach(Passes):
             weight, m = pairs[piece.at][0], piece.matrix
             bands = flat(weight).view(m.groups, m.band, m.columns)
             columns = torch.zeros(m.groups, m.columns, dtype=plan.dtype, device=plan.device)
-            for g, r in _tiles(m, _block(weight)):
+            for g, r in _tiles(m, self._block(weight)):
                 rows, cols = self.tile_squares(bands[g, r])
                 if piece.row >= 0:
                     at = piece.row + g.start * m.band + r.start
@@ -79,7 +79,7 @@ class Foreach(Passes):
             shape = (m.groups, m.band, m.columns)
             weights, grads = flat(weight).view(shape), flat(grad).view(shape)
             by_row, by_column = _row_part(c, piece.row, m), _column_part(c, piece.column, m)
-            for g, r in _tiles(m, _block(weight)):
+            for g, r in _tiles(m, self._block(weight)):
                 self.add_tile_(weights[g, r], grads[g, r], by_row[g, r], by_column[g])
 
     # One block
@@ -120,6 +120,9 @@ class Foreach(Passes):
         else:
             y.add_(c.mul_(x))
 
+    def _block(self, weight: Tensor) -> int:
+        return self.cpu_block if weight.is_cpu else self.device_block
+
     def _scratch(self, x: Tensor) -> Tensor:
         """Memory for one temporary of x's shape, the same at every call: fresh pages cost more than the arithmetic."""
         kept: dict[tuple[torch.device, torch.dtype], Tensor] = self.__dict__.setdefault("_kept", {})
@@ -140,10 +143,6 @@ def _lines(plan: Plan, sums: Tensor | None, scales: Tensor) -> dict[int, tuple[N
             a, b = (scales * part for part in penalty.line(sums[0], sums[1]))
             lines[id(penalty)] = (a.tolist(), b.tolist()) if a.is_cpu else (a.unbind(), b.unbind())
     return lines
-
-
-def _block(weight: Tensor) -> int:
-    return CPU_BLOCK if weight.is_cpu else DEVICE_BLOCK
 
 
 def _tiles(m: Matrix, block: int) -> Iterator[tuple[slice, slice]]:

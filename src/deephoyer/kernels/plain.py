@@ -65,5 +65,5 @@ class Plain:
 def grad_of(tensor: Tensor) -> Tensor:
     """The tensor's gradient, made of zeros if there is none yet."""
     if tensor.grad is None:
-        tensor.grad = torch.zeros_like(tensor)
+        tensor.grad = torch.zeros_like(tensor, dtype=getattr(tensor, "grad_dtype", None))
     return tensor.grad

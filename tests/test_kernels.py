@@ -1,0 +1,257 @@
+"""Every backend gives the gradient that autograd finds in float64.
+
+The Triton kernels run on CUDA where there is one, and otherwise through Triton's interpreter, in a
+process of its own: `TRITON_INTERPRET=1 pytest tests/test_kernels.py -k triton`.
+"""
+
+import copy
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import deephoyer as dh
+from deephoyer.groups import Grouping, Slices, SliceUnit
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+RUNS_TRITON = HAS_TRITON and (INTERPRETED or torch.cuda.is_available())
+FAST = ["foreach", *(["triton"] if RUNS_TRITON else [])]
+PENALTIES = ["l1", "hoyer", "hoyer-square", "transformed-l1", "scad", "mcp"]
+SLACK = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+EXAMPLES = 10 if INTERPRETED else 40  # the interpreter takes its time
+
+
+def device_of(backend):
+    return "cuda" if backend == "triton" and not INTERPRETED else "cpu"
+
+
+@st.composite
+def networks(draw):
+    """Layers of all kinds with weights from 1e-6 to 1e6, some exactly 0, down to a single weight or none alive."""
+    random = torch.Generator().manual_seed(draw(st.integers(0, 10**6)))
+    layers = [nn.Linear(draw(st.integers(1, 40)), draw(st.integers(1, 9)), bias=False), nn.Linear(1, 1, bias=False)]
+    groups, inputs, outputs, kernel = (draw(st.integers(1, 3)) for _ in range(4))
+    for conv in (nn.Conv2d, nn.ConvTranspose2d):
+        layers.append(conv(groups * inputs, groups * outputs, kernel, groups=groups, bias=False))
+    model = nn.Sequential(*layers)
+    for p in model.parameters():
+        w = torch.randn(p.shape, generator=random) * 10.0 ** draw(st.floats(-6, 6))
+        w[torch.rand(p.shape, generator=random) < draw(st.sampled_from([0.0, 0.5, 1.0]))] = 0
+        p.data.copy_(w)
+    return model.to(memory_format=torch.channels_last) if draw(st.booleans()) else model
+
+
+def fill_grads(model, dtype=None, seed=0):
+    """Gradients as large as weights are; returns copies in float64."""
+    random = torch.Generator().manual_seed(seed)
+    before = []
+    for p in model.parameters():
+        p.grad = None
+        noise = torch.randn(p.shape, generator=random).to(p.device)
+        if dtype is not None and dtype != p.dtype:
+            if not hasattr(p, "grad_dtype"):
+                pytest.skip("this PyTorch has gradients of the weights' type only")
+            p.grad_dtype = dtype
+        p.grad = torch.empty_like(p, dtype=dtype).copy_(noise * p.detach().abs().max())
+        before.append(p.grad.double().cpu().clone())
+    return before
+
+
+def autograd(model, *terms, **options):
+    """The regularizer's gradient from autograd, in float64 on the CPU."""
+    exact = copy.deepcopy(model).double().cpu()
+    exact.zero_grad()
+    dh.Regularizer(exact, *terms, **options).loss().backward()
+    return [p.grad if p.grad is not None else torch.zeros_like(p) for p in exact.parameters()]
+
+
+def steepest(p):
+    """A bound on the slope of all penalties; where A − B·r nearly cancels, rounding is still as large as A's."""
+    r = p.detach().double().abs()
+    return 2 + 2 * r.sum().item() / max(r.square().sum().item(), 1e-30)
+
+
+def assert_adds(model, penalty, groups, backend, strength=0.3, grad_dtype=None, only=True):
+    model = model.to(device_of(backend))
+    want = autograd(model, penalty, groups, strength)
+    before = fill_grads(model, grad_dtype)
+    reg = dh.Regularizer(model, penalty, groups, strength, backend=backend)
+    reg.add_grad_()
+    for p, old, gradient in zip(model.parameters(), before, want, strict=True):
+        slack = SLACK[p.grad.dtype] * (old.abs().max() + gradient.abs().max() + strength * steepest(p))
+        assert (p.grad.double().cpu() - old - gradient).abs().max() <= slack
+    if only:
+        assert set(reg.stats()["backend"]) == {backend}
+
+
+@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("penalty", PENALTIES)
+@settings(max_examples=EXAMPLES)
+@given(model=networks())
+def test_elements_agree_with_autograd(backend, penalty, model):
+    assert_adds(model, penalty, "elements", backend)
+
+
+@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("penalty", PENALTIES)
+@settings(max_examples=EXAMPLES)
+@given(model=networks(), groups=st.sampled_from(["filters", "channels", "filters+channels"]))
+def test_slices_agree_with_autograd(backend, penalty, model, groups):
+    assert_adds(model, penalty, groups, backend)
+
+
+@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("groups", ["elements", "filters+channels"])
+@pytest.mark.parametrize("weights", SLACK)
+def test_every_precision_with_gradients_of_its_own_or_another(backend, groups, weights):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(8, 16, 3, bias=False), nn.Linear(64, 24, bias=False)).to(weights)
+    assert_adds(model, "hoyer-square", groups, backend)
+    assert_adds(model, "hoyer-square", groups, backend, grad_dtype=torch.float32)
+
+
+class Twins(Grouping):
+    """Row i of the first layer goes with columns i and i + n of the second; the last row is free."""
+
+    name = "twins"
+
+    def units(self, weights):
+        first, second = weights
+        rows = first.tensor.shape[0]
+        alone = torch.arange(rows)
+        alone[-1] = -1
+        twice = torch.arange(2 * rows) % rows
+        parts = [
+            Slices.along(first.name, first.tensor, 0, group=alone),
+            Slices.along(second.name, second.tensor, 1, group=twice),
+        ]
+        return [SliceUnit("twins", parts, rows)]
+
+
+@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("penalty", ["hoyer-square", "mcp", "trimmed-l1"])
+def test_groups_across_layers(backend, penalty):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5, bias=False), nn.Linear(10, 3, bias=False))
+    assert_adds(model, penalty, Twins(), backend)
+    assert_adds(model, penalty, [Twins(), "filters"], backend)
+
+
+@pytest.mark.parametrize("backend", FAST)
+def test_larger_than_a_block(backend):
+    torch.manual_seed(0)
+    size = (300, 1100) if INTERPRETED else (1100, 1100)
+    model = nn.Linear(*size, bias=False)
+    assert_adds(model, "hoyer-square", "elements", backend)
+    assert_adds(model, "hoyer-square", "filters+channels", backend)
+
+
+@pytest.mark.parametrize("backend", FAST)
+def test_what_a_backend_cannot_take_is_left_to_the_plain_one(backend):
+    torch.manual_seed(0)
+    model = nn.Linear(6, 5, bias=False)
+    model.weight = nn.Parameter(torch.randn(12, 5)[::2].t())  # neither dense nor in rows
+    assert_adds(model, "hoyer-square", "elements", backend, only=False)
+    reg = dh.Regularizer(model, "hoyer-square", "filters", backend=backend)
+    assert reg.stats()["backend"] == {"plain": 1}
+    index = dh.IndexGroups({"weight": [[0, 1], [1, 2]]})
+    assert_adds(model, "hoyer-square", index, backend, only=False)
+
+
+@pytest.mark.parametrize("backend", FAST)
+def test_addresses_may_change_from_step_to_step(backend):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(33, 7, bias=False), nn.Linear(8, 8, bias=False)).to(device_of(backend))
+    reg = dh.Regularizer(model, "hoyer-square", "elements+filters", backend=backend)
+    held = []
+    for seed in range(20):
+        before = fill_grads(model, seed=seed)
+        held.append([p.grad for p in model.parameters()])  # so that the next ones are elsewhere
+        reg.add_grad_()
+        want = autograd(model, "hoyer-square", "elements+filters")
+        for p, old, gradient in zip(model.parameters(), before, want, strict=True):
+            torch.testing.assert_close(p.grad.double().cpu(), old + gradient, rtol=1e-4, atol=1e-6)
+        model[1].weight.data = torch.randn_like(model[1].weight)
+
+
+@pytest.mark.parametrize("backend", FAST)
+def test_results_repeat_bit_for_bit(backend):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(130, 70), nn.Linear(70, 9)).to(device_of(backend))
+    seen = []
+    for _ in range(2):
+        model.zero_grad()
+        dh.Regularizer(model, "hoyer-square", "elements+filters+channels", backend=backend).add_grad_()
+        seen.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
+
+
+@pytest.mark.parametrize("backend", ["plain", *FAST])
+def test_a_loss_scale_multiplies_the_gradient(backend):
+    torch.manual_seed(0)
+    model = nn.Linear(16, 8, bias=False).to(device_of(backend))
+    reg = dh.Regularizer(model, "hoyer-square", "elements+filters", backend=backend)
+    want = autograd(model, "hoyer-square", "elements+filters")[0]
+    with torch.no_grad():
+        reg._backend.add_grad_(torch.tensor(8.0, device=model.weight.device))
+    torch.testing.assert_close(model.weight.grad.double().cpu(), 8 * want, rtol=1e-4, atol=1e-7)
+
+
+def test_a_frozen_weight_counts_but_gets_no_gradient():
+    model = nn.Sequential(nn.Linear(6, 5, bias=False), nn.Linear(10, 3, bias=False))
+    reg = dh.Regularizer(model, "hoyer-square", Twins(), backend="foreach")
+    want = autograd(model, "hoyer-square", Twins())[1]
+    model[0].weight.requires_grad_(False)
+    reg.add_grad_()
+    assert model[0].weight.grad is None
+    torch.testing.assert_close(model[1].weight.grad.double(), want, rtol=1e-4, atol=1e-7)
+
+
+def test_auto_is_foreach_on_a_cpu():
+    reg = dh.Regularizer(nn.Linear(3, 2), groups="elements")
+    assert reg.stats()["backend"] == {"foreach": 1}
+    assert reg.stats()["weight (elements)"]["value"] > 0
+
+
+def test_an_unknown_backend_is_refused():
+    with pytest.raises(dh.UserError, match=r"not a backend. Did you mean 'triton'"):
+        dh.Regularizer(nn.Linear(3, 2), backend="tritn")
+
+
+def test_an_optimizer_whose_step_is_compiled_takes_the_regularizer_along():
+    torch.manual_seed(0)
+    models = [nn.Linear(5, 4) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    for model, compiles in zip(models, (False, True), strict=True):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        dh.Regularizer(model, "hoyer-square", "elements", strength=0.1).attach(optimizer)
+        step = torch.compile(optimizer.step, backend="eager") if compiles else optimizer.step
+        for _ in range(3):
+            model.zero_grad()
+            model(torch.ones(2, 5)).square().sum().backward()
+            step()
+    torch.testing.assert_close(models[0].weight, models[1].weight)
+
+
+@pytest.mark.skipif(RUNS_TRITON or not HAS_TRITON, reason="Triton runs in this process, or isn't installed")
+def test_the_triton_kernels_in_the_interpreter():
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, "-k", "triton"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="compiling for a CPU takes a C++ compiler")
+def test_compiled_agrees_with_autograd():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(30, 20, bias=False), nn.Conv2d(4, 6, 3, bias=False))
+    assert_adds(model, "hoyer-square", "elements+filters+channels", "compiled")
+    assert_adds(model, "transformed-l1", "elements", "compiled")

@@ -1,0 +1,129 @@
+"""Two processes: the regularizer of replicated or sharded weights is the one of the whole weights.
+
+Real processes with real collectives (gloo on the CPU), in float64, so that a difference is a mistake.
+"""
+
+import copy
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+import deephoyer as dh
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this PyTorch has no torch.distributed")
+CASES = [
+    ("hoyer-square", "elements"),
+    ("hoyer", "filters+channels"),
+    ("mcp", "elements+filters+channels"),
+    ("trimmed-l1", "elements+channels"),  # left to the plain path, which gathers
+]
+
+
+def network():
+    """Sizes that two processes can't share evenly: 5 and 7 rows, and one row, of which one process gets none."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(6, 5), nn.Conv2d(3, 7, 3), nn.Linear(9, 1), nn.Conv2d(4, 6, 3, groups=2)]
+    return nn.Sequential(*layers).double()
+
+
+def penalised(model, penalty, groups):
+    """The value and the gradients added to 1."""
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    reg = dh.Regularizer(model, penalty, groups, strength=0.3)
+    value = reg.loss().detach()
+    reg.add_grad_()
+    reg.stats()
+    return value, [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in model.parameters()]
+
+
+def assert_same(model, whole):
+    for penalty, groups in CASES:
+        value, grads = penalised(model, penalty, groups)
+        exact_value, exact = penalised(whole, penalty, groups)
+        torch.testing.assert_close(value, exact_value, rtol=1e-12, atol=0)
+        for g, e in zip(grads, exact, strict=True):
+            torch.testing.assert_close(g, e, rtol=1e-12, atol=1e-12)
+
+
+def fully_sharded():
+    from torch.distributed.fsdp import fully_shard
+
+    model = network()
+    whole = copy.deepcopy(model)
+    for layer in model:
+        fully_shard(layer, mesh=dist.device_mesh.init_device_mesh("cpu", (2,)))
+    fully_shard(model, mesh=dist.device_mesh.init_device_mesh("cpu", (2,)))
+    assert_same(model, whole)
+    assert dh.Regularizer(model).stats()["backend"] == {"foreach": 4}
+
+
+def tensor_parallel():
+    """Rows of one layer, columns of another, a third whole on every process."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    model = network()
+    whole = copy.deepcopy(model)
+    for layer, cut in zip(model, (Shard(0), Shard(1), Replicate(), Shard(2)), strict=True):
+        layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [cut]))
+    assert_same(model, whole)
+
+
+def loss_trains_sharded_weights():
+    """`loss()` is differentiable through the shards."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = network()
+    whole = copy.deepcopy(model)
+    fully_shard(model, mesh=dist.device_mesh.init_device_mesh("cpu", (2,)))
+    for m in (model, whole):
+        dh.Regularizer(m, "hoyer-square", "elements+filters").loss().backward()
+    for p, q in zip(model.parameters(), whole.parameters(), strict=True):
+        if q.grad is not None:
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-12, atol=1e-14)
+
+
+def trained(model, batch):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    dh.Regularizer(model, "hoyer-square", "filters+channels", strength=0.01).attach(optimizer)
+    for _ in range(5):
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+    return [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
+
+
+def training_together():
+    """DDP and `fully_shard`: after steps on different data, the processes agree with one that saw all of it."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(1)
+    alone = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+    replicated = nn.parallel.DistributedDataParallel(copy.deepcopy(alone))
+    sharded = copy.deepcopy(alone)
+    fully_shard(sharded, mesh=dist.device_mesh.init_device_mesh("cpu", (2,)))
+    x = torch.randn(8, 6).double()
+    exact = trained(alone, x)
+    for model in (replicated, sharded):
+        for p, q in zip(trained(model, x.chunk(2)[dist.get_rank()]), exact, strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-12)
+
+
+def one_process(rank, port):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    for part in (training_together, fully_sharded, tensor_parallel, loss_trains_sharded_weights):
+        part()
+    dist.destroy_process_group()
+
+
+def test_two_processes_agree_with_one():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.spawn(one_process, args=(port,), nprocs=2)
