@@ -16,6 +16,10 @@ from torch import Tensor
 from deephoyer.kernels.layout import Matrix
 from deephoyer.kernels.passes import Pair, Piece, Plan
 
+# For models under 2²³ weights, under 2²⁷, and above: small ones need many small programs to fill a device.
+CHUNKS = (4096, 8192, 16384)
+TALLS = (64, 128, 256)
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -59,7 +63,7 @@ class TileTable:
 
 def chunk_table(plan: Plan, pairs: list[Pair], aligned: Sequence[bool]) -> ChunkTable:
     lengths = [pairs[e.at][0].numel() for e in plan.elements]
-    chunk = _by_size(sum(lengths), (4096, 8192, 16384))
+    chunk = _by_size(sum(lengths), CHUNKS)
     keys = []
     for e, length in zip(plan.elements, lengths, strict=True):
         w, g = pairs[e.at]
@@ -77,7 +81,7 @@ def chunk_table(plan: Plan, pairs: list[Pair], aligned: Sequence[bool]) -> Chunk
 
 def tile_table(plan: Plan, pairs: list[Pair], aligned: Sequence[bool], width: int, block: int) -> TileTable:
     assert plan.slices is not None
-    tall = _by_size(sum(pairs[p.at][0].numel() for p in plan.pieces), (64, 128, 256))
+    tall = _by_size(sum(pairs[p.at][0].numel() for p in plan.pieces), TALLS)
     keys, counts = [], []
     for p in plan.pieces:
         w, g = pairs[p.at]
@@ -120,7 +124,6 @@ def _grid(m: Matrix, tall: int, width: int) -> tuple[int, int]:
 
 
 def _by_size(total: int, sizes: tuple[int, int, int]) -> int:
-    """Small models need many small programs to fill a device, large ones fewer that do more each."""
     return sizes[0] if total < 1 << 23 else sizes[1] if total < 1 << 27 else sizes[2]
 
 
