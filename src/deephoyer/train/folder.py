@@ -64,12 +64,12 @@ class RunFolder:
         path = self.path / "recipe.yaml"
         return recipes.parse(path.read_text(encoding="utf-8"), str(path)) if path.exists() else None
 
-    def check(self, wanted: Recipe, stage: str | None) -> None:
+    def check(self, wanted: Recipe, stage: str, epoch: int) -> None:
         """Refuses a recipe that differs from the folder's in anything that has already been used."""
         have = self.recipe()
         if have is None:
             return
-        later = STAGES[STAGES.index(stage) + 1 :] if stage in STAGES else ()
+        later = STAGES[STAGES.index(stage) + (epoch > 0) :] if stage in STAGES else ()
         mine, theirs = (r.model_dump(mode="json") for r in (wanted, have))
         for key in mine:
             if mine[key] != theirs[key] and key not in later:

@@ -87,7 +87,7 @@ class Run:
             self.state = State(**found[1])
             for trouble in found[2]:
                 self.progress.note(f"{trouble} The one before it is used.")
-        self.folder.check(self.recipe, self.state.stage if found else None)
+        self.folder.check(self.recipe, self.state.stage, self.state.epoch)
         self.device = environment.pick_device(self.recipe.device)
         self._build()
         write_atomically(self.folder / "recipe.yaml", self.recipe.to_yaml().encode())
