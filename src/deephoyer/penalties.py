@@ -161,8 +161,7 @@ class TrimmedL1(Penalty):
 
     def slope(self, r: Tensor) -> Tensor:
         flat = torch.ones_like(r).flatten()
-        flat[self._free(r.flatten())] = 0
-        return flat.view_as(r)
+        return flat.index_fill(0, self._free(r.flatten()), 0).view_as(r)
 
 
 PENALTIES: Registry[Penalty] = Registry("penalty", "penalties")
