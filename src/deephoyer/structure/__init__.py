@@ -1,0 +1,22 @@
+"""Which channels are coupled, taking them out, and proving that nothing changed. Knows nothing of training."""
+
+from __future__ import annotations
+
+from deephoyer.structure.compact import CompactReport, compact, compact_report
+from deephoyer.structure.coupled import Coupled
+from deephoyer.structure.follow import CannotFollow
+from deephoyer.structure.shape import BadShape, check_joints, describe, reshape_
+from deephoyer.structure.verify import Differs
+
+__all__ = [
+    "BadShape",
+    "CannotFollow",
+    "CompactReport",
+    "Coupled",
+    "Differs",
+    "check_joints",
+    "compact",
+    "compact_report",
+    "describe",
+    "reshape_",
+]

@@ -7,8 +7,8 @@ on the example inputs and on random ones each time.
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,12 +38,17 @@ class SetReport:
 
 @dataclass
 class CompactReport:
-    """What compaction did: to sets of channels, constants, whole layers, inputs; and how close the outputs are."""
+    """What compaction did: to sets of channels, constants, whole layers, inputs; and how close the outputs are.
+
+    `idle` are layers that eval mode never calls (auxiliary heads): they are left as they were, and may
+    no longer fit what feeds them in training.
+    """
 
     sets: list[SetReport] = field(default_factory=list)
     folded: dict[str, int] = field(default_factory=dict)
     kept: dict[str, tuple[int, str]] = field(default_factory=dict)
     dropped: list[str] = field(default_factory=list)
+    idle: list[str] = field(default_factory=list)
     joints: dict[str, dict[str, tuple[int, int]]] = field(default_factory=dict)
     parameters_before: int = 0
     parameters_after: int = 0
@@ -84,7 +89,8 @@ def compact(
     report.folded, report.kept = found.folded, found.kept
     _stand_still(small, graph.order, fold(small, example_inputs), report)
     _add_joints(small, graph.order if joints == "gather" else _reads_input(graph), joints, report)
-    report.error = same(clean_copy(model), small, example_inputs)
+    report.idle = [n for n, m in model.named_modules() if kind_of(m) in (LINEAR, CONV) and n not in graph.order]
+    report.error = same(clean_copy(model), small, example_inputs, _alive(graph, dead, gone))
     report.parameters_after = _count(small)
     _settle(small, model)
     small.compact_report = report  # type: ignore[assignment]
@@ -151,16 +157,16 @@ def _reads_input(graph: ChannelGraph) -> list[str]:
 def _stand_still(model: nn.Module, layers: list[str], found: Folded, report: CompactReport) -> None:
     """Replaces layers without weights, and norms of nothing but constants, by the constants they give."""
     for name in layers:
-        module = model.get_submodule(name)
+        module: Any = model.get_submodule(name)
         kind = kind_of(module)
         if kind is NORM and name in found.still:
-            replace(model, name, Constant(module, found.still[name], trained=False))
+            value = found.still[name]
         elif kind in (LINEAR, CONV) and not module.weight.any():
-            bias = module.bias
-            value = bias if bias is not None else module.weight.new_zeros(size(module, kind, "out"))
-            replace(model, name, Constant(module, value, trained=bias is not None))
+            value = module.weight.new_zeros(len(module.weight)) if module.bias is None else module.bias
         else:
             continue
+        trained = module.bias is not None and module.bias.requires_grad
+        replace(model, name, Constant(module, value, trained))
         report.dropped.append(name)
 
 
@@ -178,20 +184,25 @@ def _add_joints(model: nn.Module, layers: list[str], joints: str, report: Compac
             replace(model, name, joint)
 
 
+def _alive(graph: ChannelGraph, dead: Tensor, gone: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    """For each layer, which of its outputs matter: their indices in the model and in the smaller one."""
+    matter: dict[str, tuple[Tensor, Tensor]] = {}
+    for (name, side), channels in graph.layers.items():
+        if side == "out":
+            left = torch.nonzero(~gone[channels]).flatten()
+            live = torch.nonzero(~dead[channels[left]]).flatten()
+            matter[name] = (left[live], live)
+    return matter
+
+
 def _count(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
 def _settle(small: nn.Module, model: nn.Module) -> None:
     """Modes as the model has them, and no gradients of old shapes."""
-    small.train(model.training)
-    for name, module in model.named_modules():
-        try:
-            mine = small.get_submodule(name)
-        except AttributeError:
-            continue
-        mine.training = module.training
-        if hasattr(mine, "layer") and type(mine).__name__ == "Gather":
-            mine.layer.training = module.training  # type: ignore[union-attr]
+    modes = {name: module.training for name, module in model.named_modules()}
+    for name, module in small.named_modules():
+        module.training = modes.get(name, modes.get(name.rpartition(".")[0], model.training))
     for parameter in small.parameters():
         parameter.grad = None

@@ -65,9 +65,7 @@ class Coupled(Grouping):
         for place in one.places:
             bins = group[self.graph.places()[place]]
             parts += self._slices(place, bins, named)
-        seen: set[tuple[int, tuple[int, ...]]] = set()
-        unique = [p for p in parts if (key := (id(p.tensor), p.keep)) not in seen and not seen.add(key)]
-        return unique
+        return list({(id(p.tensor), p.keep): p for p in reversed(parts)}.values())[::-1]  # shared ones once
 
     def _slices(self, place: Place, bins: Tensor, named: dict[str, nn.Parameter]) -> list[Slices]:
         name, side = place
@@ -130,7 +128,7 @@ def _give_up(graph: ChannelGraph, why: Differs) -> None:
     name = why.module
     at_fault = {c for c in graph.touched.get(name, ()) if c not in graph.fixed}
     while not at_fault and name:
-        for (layer, side), channels in graph.layers.items():
+        for (layer, _), channels in graph.layers.items():
             if layer == name or layer.startswith(name + "."):
                 at_fault |= {c for c in channels.tolist() if c not in graph.fixed}
         name = name.rpartition(".")[0]

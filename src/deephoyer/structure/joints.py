@@ -27,8 +27,8 @@ class Gather(nn.Module):
     fill: nn.Parameter | None
 
     def __init__(
-        self, layer: nn.Module, read: Tensor | None, write: Tensor | None, fill: Tensor | None, width: int
-    ):
+        self, layer: Any, read: Tensor | None, write: Tensor | None, fill: Tensor | None, width: int
+    ) -> None:
         super().__init__()
         kind = kind_of(layer)
         assert kind is not None
@@ -38,7 +38,7 @@ class Gather(nn.Module):
         device = layer.weight.device
         self.register_buffer("read", None if read is None else read.to(device))
         self.register_buffer("write", None if write is None else write.to(device))
-        self.fill = None if fill is None else nn.Parameter(fill.to(device))
+        self.fill = None if fill is None else nn.Parameter(fill.to(device), layer.bias.requires_grad)
 
     def forward(self, x: Tensor) -> Tensor:
         dim = x.dim() + self.dim
@@ -86,10 +86,8 @@ def _windows(layer: Any) -> list[dict[str, int]]:
     windows = []
     for d, (k, stride, dilation) in enumerate(zip(layer.kernel_size, layer.stride, layer.dilation, strict=True)):
         reach = dilation * (k - 1) + 1
-        if isinstance(layer.padding, str):
-            pad = reach - 1 if layer.padding == "same" else 0
-        else:
-            pad = 2 * layer.padding[d]
+        named = {"same": reach - 1, "valid": 0}
+        pad = named[layer.padding] if isinstance(layer.padding, str) else 2 * layer.padding[d]
         windows.append({"pad": pad, "reach": reach, "stride": stride})
     return windows
 

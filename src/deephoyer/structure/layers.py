@@ -9,6 +9,7 @@ Not here: which channels go.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -72,7 +73,7 @@ def channel_dim(module: nn.Module, kind: Kind) -> int:
         return -1
     if kind is NORM or kind is WIRING:
         return 1
-    return -(module.weight.dim() - 1)  # type: ignore[union-attr, operator]
+    return -(module.weight.dim() - 1)  # type: ignore[operator]
 
 
 def size(module: nn.Module, kind: Kind, side: str) -> int:
@@ -113,7 +114,8 @@ def clear(module: nn.Module, kind: Kind, side: str, gone: Tensor) -> None:
     """Zeroes what the layer has at the channels `gone` (a boolean for each); running statistics stay."""
     if kind is WIRING:
         lost = gone.tolist()
-        source = [-1 if lost[s if side == "in" else j] and s >= 0 else s for j, s in enumerate(module.source)]
+        old: list[int] = module.source  # type: ignore[assignment]
+        source = [-1 if s >= 0 and lost[s if side == "in" else j] else s for j, s in enumerate(old)]
         module.arrange(module.in_channels, source)  # type: ignore[operator]
         return
     with torch.no_grad():
@@ -189,11 +191,11 @@ def put(module: nn.Module, name: str, new: Tensor, renewed: Renewed) -> None:
         setattr(module, name, new)
 
 
-def _groups_left(module: nn.Module, keep: dict[str, Tensor]) -> int:
-    if not by_blocks(module):
-        return int(module.groups)  # type: ignore[arg-type]
-    per = module.in_channels // module.groups  # type: ignore[operator]
-    return len(keep["in"]) // per if "in" in keep else int(module.groups)  # type: ignore[arg-type]
+def _groups_left(module: Any, keep: dict[str, Tensor]) -> int:
+    groups = int(module.groups)
+    if "in" not in keep or not by_blocks(module):
+        return groups
+    return len(keep["in"]) // (module.in_channels // groups)
 
 
 def _inputs(weight: Tensor, dim: int, keep: Tensor, groups: int, left: int) -> Tensor:

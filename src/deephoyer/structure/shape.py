@@ -133,11 +133,11 @@ def _check_layer(name: str, module: nn.Module, kind: Kind, entry: Any) -> None:
         return
     ins = _number(name, entry["in"], 1, size(module, kind, "in"))
     _require(isinstance(entry["bias"], bool), f"{name!r}: bias must be true or false")
-    _require(entry["bias"] or module.bias is None, f"{name!r} has a bias")
+    _require(bool(entry["bias"]) or module.bias is None, f"{name!r} has a bias")
     if kind is CONV:
         groups = _number(name, entry["groups"], 1, int(module.groups))  # type: ignore[arg-type]
         _require(out % groups == 0 and ins % groups == 0, f"{name!r}: {groups} groups don't divide its channels")
-        per = module.in_channels // module.groups  # type: ignore[operator]
+        per = int(module.in_channels) // int(module.groups)  # type: ignore[arg-type]
         _require(ins // groups <= per, f"{name!r}: groups of {ins // groups} channels, more than {per}")
 
 

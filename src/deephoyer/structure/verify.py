@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from deephoyer.errors import UserError
 from deephoyer.structure.inputs import Inputs, call, random_like, tensors_in
+from deephoyer.structure.layers import channel_dim, kind_of
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 
@@ -46,8 +47,14 @@ def tolerance(*tensors: Tensor) -> float:
     return max((TOLERANCE.get(t.dtype, 0.0) for t in tensors), default=0.0)
 
 
-def same(big: nn.Module, small: nn.Module, inputs: Inputs) -> float:
-    """The largest relative error on the inputs and on random ones; raises `Differs` beyond rounding."""
+Matter = dict[str, tuple[Tensor, Tensor]]
+
+
+def same(big: nn.Module, small: nn.Module, inputs: Inputs, matter: Matter | None = None) -> float:
+    """The largest relative error on the inputs and on random ones; raises `Differs` beyond rounding.
+
+    `matter` says for some layers which of their channels correspond, to find where a difference began.
+    """
     worst = 0.0
     with torch.no_grad():
         for tried in (inputs, random_like(inputs, 1), random_like(inputs, 2)):
@@ -58,7 +65,7 @@ def same(big: nn.Module, small: nn.Module, inputs: Inputs) -> float:
             for a, b in zip(before, after, strict=True):
                 worst = max(worst, gap := error(a, b))
                 if gap > tolerance(a):
-                    name = first_difference(big, small, tried)
+                    name = first_difference(big, small, tried, matter or {})
                     raise Differs(
                         f"the smaller network's outputs differ by {gap:.1e} of their scale; "
                         f"the difference began at {name or 'the output'}.",
@@ -86,14 +93,19 @@ def _run(model: nn.Module, inputs: Inputs) -> Any:
             hook.remove()
 
 
-def first_difference(big: nn.Module, small: nn.Module, inputs: Inputs) -> str:
-    """The first module, in the order of the calls, whose output differs where the shapes still agree."""
+def first_difference(big: nn.Module, small: nn.Module, inputs: Inputs, matter: Matter) -> str:
+    """The first module, in the order of the calls, whose outputs differ in the channels that both have."""
     theirs = dict(_outputs(small, inputs))
     for name, tensor in _outputs(big, inputs):
         other = theirs.get(name)
-        if other is None or other.shape != tensor.shape:
+        if other is None:
             continue
-        if error(tensor, other) > tolerance(tensor):
+        kind = kind_of(big.get_submodule(name))
+        if name in matter and kind is not None:
+            dim = channel_dim(big.get_submodule(name), kind)
+            tensor = tensor.index_select(dim, matter[name][0].to(tensor.device))
+            other = other.index_select(dim, matter[name][1].to(other.device))
+        if other.shape == tensor.shape and error(tensor, other) > tolerance(tensor):
             return name
     return ""
 
