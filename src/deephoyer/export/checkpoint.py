@@ -1,0 +1,133 @@
+"""`save` and `load`: a network, as small as it is, in one safetensors file.
+
+Sparse tensors are stored packed when that is smaller. `load` takes a freshly built model, shrinks a
+copy of it to the shapes in the file, and fills it; a file that does not fit leaves the model as it was.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from deephoyer.errors import UserError
+from deephoyer.export.container import seal, unseal
+from deephoyer.export.manifest import Manifest, MaskForm, Packed, validate
+from deephoyer.export.tensors import pack, pack_mask, same_tensors, unpack, unpack_mask
+from deephoyer.files import write_atomically
+from deephoyer.masks import Masks
+from deephoyer.structure.shape import check_joints, describe, reshape_
+
+Path = str | os.PathLike[str]
+
+
+def save(
+    model: nn.Module,
+    path: Path,
+    *,
+    masks: Mapping[str, Tensor] | None = None,
+    provenance: Mapping[str, Any] | None = None,
+) -> int:
+    """Writes the model to `path`, whole or not at all, and gives the size of the file in bytes.
+
+    `provenance` is anything that JSON can hold: the recipe, versions, results.
+
+    >>> import tempfile, torch; folder = tempfile.mkdtemp()
+    >>> model = nn.Linear(3, 2)
+    >>> size = save(model, folder + "/small.safetensors", provenance={"seed": 0})
+    >>> torch.equal(load(folder + "/small.safetensors", model=nn.Linear(3, 2)).weight, model.weight)
+    True
+    """
+    content = encode(model, masks or {}, dict(provenance or {}))
+    write_atomically(path, content)
+    return len(content)
+
+
+def encode(model: nn.Module, masks: Mapping[str, Tensor], provenance: dict[str, Any]) -> bytes:
+    """The bytes that `save` writes."""
+    state, same = same_tensors(model.state_dict())
+    stored: dict[str, Tensor] = {}
+    packed: dict[str, Packed] = {}
+    for name, tensor in state.items():
+        parts, form = pack(name, tensor)
+        stored.update(parts)
+        if form is not None:
+            packed[name] = form
+    forms: dict[str, MaskForm] = {}
+    for name, mask in masks.items():
+        parts, forms[name] = pack_mask(name, mask, state.get(same.get(name, name)))
+        stored.update(parts)
+    manifest = Manifest(
+        packed=packed, same=same, masks=forms, structure=describe(model), provenance=_plain(provenance)
+    )
+    return seal(stored, manifest.model_dump())
+
+
+def load(path: Path, model: nn.Module) -> nn.Module:
+    """A copy of the freshly built `model`, shrunk to the shapes in the file and filled with its weights."""
+    tensors, manifest = _read(path)
+    small = copy.deepcopy(model)
+    try:
+        if manifest.structure is not None:
+            reshape_(small, manifest.structure)
+        small.load_state_dict(_state(path, small, tensors, manifest))
+        check_joints(small)
+    except UserError as why:
+        text = str(why)
+        raise UserError(text if text.startswith(str(path)) else f"{path}: {text}") from None
+    return small
+
+
+def load_masks(path: Path, model: nn.Module) -> Masks:
+    """The masks that were saved with a network; `model` is the network that `load` gave."""
+    tensors, manifest = _read(path)
+    state = _state(path, model, tensors, manifest)
+    masks = {name: unpack_mask(path, name, form, state[name], tensors) for name, form in manifest.masks.items()}
+    return Masks(masks, model)
+
+
+def provenance(path: Path) -> dict[str, Any]:
+    """What `save` was told about where the network comes from."""
+    return _read(path)[1].provenance
+
+
+def _read(path: Path) -> tuple[dict[str, Tensor], Manifest]:
+    tensors, manifest = unseal(path)
+    return tensors, validate(path, manifest)
+
+
+def _state(path: Path, model: nn.Module, tensors: dict[str, Tensor], manifest: Manifest) -> dict[str, Tensor]:
+    """What the file holds for each name in the model's state dict."""
+    wanted = model.state_dict()
+    _check_names(path, wanted, tensors, manifest)
+    state = {}
+    for name, like in wanted.items():
+        source = manifest.same.get(name, name)
+        state[name] = unpack(path, source, like, manifest.packed.get(source), tensors)
+    return state
+
+
+def _check_names(path: Path, wanted: dict[str, Any], tensors: dict[str, Tensor], manifest: Manifest) -> None:
+    """Everything that the model wants is there, and nothing else is."""
+    own = set(wanted) - set(manifest.same)
+    expected = {f"{name}:{part}" for name in own & set(manifest.packed) for part in ("where", "values")}
+    expected |= own - set(manifest.packed)
+    expected |= {f"{name}:mask" for name, mask in manifest.masks.items() if mask.form != "nonzeros"}
+    listed = {*manifest.packed, *manifest.same, *manifest.same.values(), *manifest.masks}
+    strange = sorted((set(tensors) - expected) | (listed - set(wanted)) | (set(manifest.same.values()) - own))
+    missing = sorted(expected - set(tensors))
+    if strange or missing:
+        what = f"has {strange[0]!r}, which the model has not" if strange else f"lacks the model's {missing[0]!r}"
+        raise UserError(f"{path} does not fit the model: it {what}.")
+
+
+def _plain(provenance: dict[str, Any]) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(json.dumps(provenance, allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as why:
+        raise UserError(f"save: provenance must be what JSON can hold: {why}.") from None
+    return found

@@ -1,0 +1,99 @@
+"""`export`: a network as ONNX, with any batch size, run back and compared before the file is written."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deephoyer.errors import UserError
+from deephoyer.files import write_atomically
+from deephoyer.inference import Examples, arguments, at_rest, batch_of, call, with_batch
+
+TOLERANCE = 1e-4
+
+
+def export(model: nn.Module, example_inputs: Examples, path: str | os.PathLike[str]) -> float:
+    """Writes `model` as ONNX to `path`; gives the largest difference to onnxruntime's outputs found.
+
+    The batch size is left open. The file is run through onnxruntime on the examples, in their own
+    and in another batch size; a difference beyond 1e-4 of the outputs' scale raises, and nothing is written.
+    """
+    _need("onnx", "onnxscript", "onnxruntime")
+    batch = max(2, batch_of(example_inputs))  # the exporter takes a batch of one for a constant
+    with at_rest(model):
+        content = _to_onnx(model, with_batch(example_inputs, batch), batch)
+        worst = max(_difference(model, content, with_batch(example_inputs, size)) for size in (1, batch, batch + 1))
+    if not worst <= TOLERANCE:
+        raise UserError(f"export: onnxruntime's outputs differ by {worst:.2g} of their scale; {path} was not written.")
+    write_atomically(path, content)
+    return worst
+
+
+def _need(*packages: str) -> None:
+    for package in packages:
+        try:
+            __import__(package)
+        except ImportError as why:
+            raise UserError(
+                f"export needs {package}, which can't be imported ({why}). "
+                "`pip install 'deephoyer[export]'` installs it."
+            ) from None
+
+
+def _to_onnx(model: nn.Module, examples: Examples, batch: int) -> bytes:
+    args, kwargs = arguments(examples)
+    open_batch = {0: torch.export.Dim("batch", min=1, max=2**31 - 1)}
+
+    def dims(value: Any) -> Any:
+        return open_batch if isinstance(value, Tensor) and value.dim() > 0 and len(value) == batch else None
+
+    shapes = {k: dims(v) for k, v in kwargs.items()} if kwargs else tuple(dims(a) for a in args)
+    try:
+        # The exporter reports its steps on stdout and warns of its own internals.
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            program = torch.onnx.export(
+                model, args, kwargs=kwargs or None, dynamo=True, dynamic_shapes=shapes, verbose=False
+            )
+        return program.model_proto.SerializeToString()  # type: ignore[union-attr]
+    except (torch.onnx.OnnxExporterError, RuntimeError, ValueError) as why:
+        first = (str(why).strip().splitlines() or [""])[0]
+        raise UserError(f"export: PyTorch can't express this network in ONNX: {type(why).__name__} {first}") from why
+
+
+def _difference(model: nn.Module, content: bytes, examples: Examples) -> float:
+    """The largest difference between the two outputs, as a share of their scale."""
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
+    args, kwargs = arguments(examples)
+    values = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
+    names = [i.name for i in session.get_inputs()]
+    theirs = session.run(None, {n: v.detach().cpu().numpy() for n, v in zip(names, values, strict=True)})
+    ours = _tensors(call(model, examples))
+    if len(ours) != len(theirs) or any(tuple(a.shape) != b.shape for a, b in zip(ours, theirs, strict=True)):
+        raise UserError("export: onnxruntime's outputs have other shapes than the network's; nothing was written.")
+    return max((_relative(a, torch.from_numpy(b)) for a, b in zip(ours, theirs, strict=True)), default=0.0)
+
+
+def _relative(ours: Tensor, theirs: Tensor) -> float:
+    ours, theirs = ours.detach().cpu().double(), theirs.double()
+    if ours.numel() == 0:
+        return 0.0
+    return float((ours - theirs).abs().max() / ours.abs().max().clamp(min=1e-6))
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    """All tensors of an output, whatever it is wrapped in, in order."""
+    if isinstance(output, Tensor):
+        return [output]
+    if isinstance(output, Mapping):
+        output = list(output.values())
+    return [t for part in output for t in _tensors(part)] if isinstance(output, list | tuple) else []

@@ -1,0 +1,118 @@
+"""One tensor or mask, to and from what a file holds of it.
+
+A packed tensor is `name:where` and `name:values`, a mask `name:mask`. Before anything is unpacked its
+shape is compared to the model's, so that no file can ask for more memory than the model takes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deephoyer.errors import UserError
+from deephoyer.export.manifest import MaskForm, Packed
+from deephoyer.packing import PackingError, pack_pattern, packed_size, unpack_pattern
+
+Path = str | os.PathLike[str]
+# Two more names in the header cost about this much: below it, packing makes a file larger.
+HEADER_COST = 200
+DTYPES = (
+    torch.float64, torch.float32, torch.float16, torch.bfloat16,
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+)  # fmt: skip
+
+
+def same_tensors(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The distinct tensors, and for each further name of a tied tensor the first."""
+    first: dict[tuple[object, ...], str] = {}
+    distinct: dict[str, Tensor] = {}
+    same: dict[str, str] = {}
+    for name, tensor in state.items():
+        _check(name, tensor)
+        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) if tensor.numel() else (name,)
+        if first.setdefault(key, name) == name:
+            distinct[name] = tensor.detach().cpu().contiguous()
+        else:
+            same[name] = first[key]
+    return distinct, same
+
+
+def _check(name: str, tensor: Any) -> None:
+    if not isinstance(tensor, Tensor):
+        raise UserError(f"save: {name} is a {type(tensor).__name__}; only tensors can be saved.")
+    if tensor.dtype not in DTYPES or tensor.layout != torch.strided or tensor.is_meta:
+        raise UserError(f"save: {name} is {tensor.dtype}, {tensor.layout}, on {tensor.device}: it can't be saved.")
+    if ":" in name:
+        raise UserError(f"save: {name!r} has a colon in it, which files use for parts of packed tensors.")
+
+
+def pack(name: str, tensor: Tensor) -> tuple[dict[str, Tensor], Packed | None]:
+    """The tensor as it is, or in two parts where that is smaller."""
+    pattern = tensor != 0
+    size = tensor.numel() * tensor.element_size()
+    if packed_size(pattern.numpy(), tensor.element_size()) + HEADER_COST >= size:
+        return {name: tensor.clone()}, None
+    form, where = pack_pattern(pattern.numpy())
+    parts = {f"{name}:where": torch.from_numpy(where), f"{name}:values": tensor[pattern]}
+    return parts, Packed(shape=list(tensor.shape), form=form)  # type: ignore[arg-type]
+
+
+def unpack(path: Path, name: str, like: Tensor, form: Packed | None, tensors: Mapping[str, Tensor]) -> Tensor:
+    """The tensor again; it must have the shape and type of `like`, the model's own."""
+    stored = tensors[name] if form is None else tensors[f"{name}:values"]
+    shape = tuple(stored.shape) if form is None else tuple(form.shape)
+    if shape != tuple(like.shape):
+        raise UserError(f"{path} does not fit the model: {name} is {_by(shape)} in the file, {_by(like.shape)} in it.")
+    if stored.dtype != like.dtype:
+        raise UserError(f"{path} does not fit the model: {name} is {stored.dtype} in the file, {like.dtype} in it.")
+    if stored.dtype == torch.bool and (stored.view(torch.uint8) > 1).any():
+        raise UserError(f"{path} is damaged: {name} has values that are neither true nor false.")
+    if form is None:
+        return stored
+    pattern = _pattern(path, name, form.form, tensors[f"{name}:where"], like)
+    if stored.dim() != 1 or len(stored) != int(pattern.sum()):
+        raise UserError(f"{path} is damaged: {name} has {int(pattern.sum())} nonzeros and {stored.numel()} values.")
+    whole = torch.zeros(shape, dtype=stored.dtype)
+    whole[pattern] = stored
+    return whole
+
+
+def pack_mask(name: str, mask: Tensor, tensor: Tensor | None) -> tuple[dict[str, Tensor], MaskForm]:
+    """A mask; one that says exactly what the nonzeros say takes no room."""
+    if tensor is None or mask.shape != tensor.shape or mask.dtype != torch.bool:
+        raise UserError(f"save: the mask of {name!r} is not a boolean tensor in the shape of one of the model's.")
+    mask, nonzero = mask.detach().cpu(), tensor != 0
+    if (nonzero & ~mask).any():
+        raise UserError(f"save: {name} has weights where its mask has none; apply the masks before saving.")
+    if torch.equal(mask, nonzero):
+        return {}, MaskForm(form="nonzeros")
+    form, where = pack_pattern(mask.contiguous().numpy())
+    return {f"{name}:mask": torch.from_numpy(where)}, MaskForm(form=form)  # type: ignore[arg-type]
+
+
+def unpack_mask(path: Path, name: str, mask: MaskForm, tensor: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
+    """The mask again, on the tensor's device; the tensor must be zero where it says so."""
+    if mask.form == "nonzeros":
+        return tensor != 0
+    pattern = _pattern(path, name, mask.form, tensors[f"{name}:mask"], tensor).to(tensor.device)
+    if (tensor != 0)[~pattern].any():
+        raise UserError(f"{path} is damaged: {name} has weights where its mask has none.")
+    return pattern
+
+
+def _pattern(path: Path, name: str, form: str, where: Tensor, like: Tensor) -> Tensor:
+    if where.dtype != torch.uint8 or where.dim() != 1:
+        raise UserError(f"{path} is damaged: {name}'s pattern is not a row of bytes.")
+    try:
+        flat = unpack_pattern(form, where.numpy(), like.numel())
+    except PackingError as why:
+        raise UserError(f"{path} is damaged: {name}: {why}.") from None
+    return torch.from_numpy(flat).view(like.shape)
+
+
+def _by(shape: tuple[int, ...] | torch.Size) -> str:
+    return "×".join(map(str, shape)) or "a number"
