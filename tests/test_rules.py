@@ -30,7 +30,7 @@ def left(masks):
     return {name: count.left for name, count in masks.counts().items()}
 
 
-@given(nets(), st.floats(0, 3))
+@given(nets(), st.floats(0, 3) | st.sampled_from([0.0, 1.0, 2.0]))
 def test_absolute_keeps_what_is_at_least_the_value_and_not_zero(model, value):
     before = copy.deepcopy(model)
     masks = dh.prune(model, dh.Absolute(value), allow_empty=True)
