@@ -160,6 +160,17 @@ def test_cifar_10_is_taken_from_every_form_as_folder_or_archive(tmp_path, monkey
     assert cifar10.fetch() == where  # nothing is fetched twice
 
 
+def test_fetching_goes_by_name_and_checks_what_comes_with_the_package(tmp_path, tiny):
+    planes, labels, _ = tiny
+    source = tmp_path / "source"
+    source.mkdir()
+    as_binary(source, planes, labels)
+    assert data.fetch("cifar10", str(source)) == cifar10.home()
+    assert data.fetch("mnist") is None
+    with pytest.raises(UserError, match="Did you mean 'cifar10'"):
+        data.fetch("cifar-10")
+
+
 def test_a_pickle_that_is_not_the_official_one_is_not_opened(tmp_path, monkeypatch, tiny):
     planes, labels, _ = tiny
     source = tmp_path / "source"

@@ -19,6 +19,7 @@ from deephoyer.export.container import rewrite
 from deephoyer.models import input_shape, make
 from deephoyer.packing import PackingError, pack_pattern, packed_size, pattern_size, unpack_pattern
 from deephoyer.structure.compact import compact
+from deephoyer.summary import summary
 
 
 def sparse(name="lenet-300-100", density=0.02, seed=0):
@@ -76,6 +77,15 @@ def test_a_network_comes_back_as_it_was(tmp_path, name, density):
 def test_lenet_300_100_with_two_percent_left_takes_under_45_kb(tmp_path):
     size = save(sparse(), tmp_path / "a.safetensors", provenance={"recipe": "lenet-300-100-hs", "seed": 0})
     assert size == os.path.getsize(tmp_path / "a.safetensors") < 45_000
+
+
+@pytest.mark.parametrize("name", ["lenet-300-100", "resnet-20"])
+@pytest.mark.parametrize("density", [0.02, 0.4, 1.0])
+def test_the_summary_says_how_many_bytes_the_tensors_take_in_the_file(tmp_path, name, density):
+    model = sparse(name, density)
+    save(model, tmp_path / "a.safetensors")
+    _, body = parts((tmp_path / "a.safetensors").read_bytes())
+    assert summary(model, latency=False).total.bytes_stored == len(body)
 
 
 def test_a_new_process_computes_the_same(tmp_path):

@@ -10,6 +10,7 @@ from torch import nn
 
 from deephoyer.errors import UserError
 from deephoyer.models import input_shape, make
+from deephoyer.structure.compact import compact
 from deephoyer.summary import Summary, summary
 
 
@@ -95,6 +96,21 @@ def test_a_dead_filter_of_a_grouped_convolution_saves_only_its_own_groups_work()
         layer.weight[0] = 0
     row = summary(layer, torch.zeros(1, 4, 1, 1), latency=False).rows[0]
     assert (row.macs_there, row.macs_paper, row.live_filters) == (8, 6, 3)
+
+
+@pytest.mark.parametrize("joints", ["none", "gather"])
+def test_a_compacted_network_has_fewer_macs_there_and_joints_leave_only_the_papers(joints):
+    torch.manual_seed(0)
+    model, x = make("resnet-20").eval(), torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        for conv in (m for m in model.modules() if isinstance(m, nn.Conv2d)):
+            conv.weight[torch.rand(conv.out_channels) < 0.5] = 0
+    s = summary(compact(model, x, joints=joints), x, model, latency=False)
+    before, after = s.baseline.total, s.total
+    assert after.macs_there < before.macs_there and after.parameters < before.parameters
+    assert after.macs_paper <= before.macs_paper and after.nonzeros <= before.nonzeros
+    if joints == "gather":
+        assert after.macs_there <= before.macs_paper
 
 
 def test_a_layer_used_twice_counts_twice_in_macs_and_once_in_weights():

@@ -100,7 +100,7 @@ def structure(rows: list[Row]) -> str | None:
 
 
 def stored_size(tensor: Tensor) -> int:
-    """Bytes of a tensor in a file: as it is, or packed when that is smaller."""
+    """Bytes of a tensor in a file: packed when that is smaller, as it is otherwise."""
     return packed_size((tensor.detach() != 0).cpu().numpy(), tensor.element_size())
 
 

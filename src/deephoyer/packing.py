@@ -10,6 +10,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+# A packed tensor has one more name in a file's header, and a line in its manifest: below this, packing costs more.
+OVERHEAD = 200
 Bytes = NDArray[np.uint8]
 Bools = NDArray[np.bool_]
 
@@ -80,10 +82,12 @@ def pattern_size(flat: Bools) -> int:
 
 
 def packed_size(pattern: Bools, bytes_each: int) -> int:
-    """Bytes a tensor with these nonzeros takes, as it is or packed, whichever is smaller.
+    """Bytes that a tensor with these nonzeros takes: packed where that is worth it, as it is otherwise.
 
     >>> packed_size(np.zeros(1000, bool), 4), packed_size(np.ones(1000, bool), 4)
     (0, 4000)
     """
     flat = pattern.ravel()
-    return min(flat.size * bytes_each, pattern_size(flat) + int(np.count_nonzero(flat)) * bytes_each)
+    dense = flat.size * bytes_each
+    packed = pattern_size(flat) + int(np.count_nonzero(flat)) * bytes_each
+    return packed if packed + OVERHEAD < dense else dense

@@ -5,14 +5,17 @@ Nothing here knows of models or training; batches are cut where they are used.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from deephoyer.data import cifar10 as _cifar10
 from deephoyer.data.cifar10 import cifar10 as read_cifar10
 from deephoyer.data.dataset import Dataset
 from deephoyer.data.mnist import mnist as read_mnist
 from deephoyer.registry import Registry
 
-__all__ = ["DATASETS", "Dataset", "load"]
+__all__ = ["DATASETS", "Dataset", "fetch", "load"]
 
 DATASETS: Registry[Dataset] = Registry("data set", "data")
 DATASETS.add("mnist", read_mnist)
@@ -26,3 +29,17 @@ def load(name: str, **settings: Any) -> Dataset:
     torch.Size([100, 1, 28, 28])
     """
     return DATASETS.make(name, **settings)
+
+
+def fetch(name: str, source: str | None = None, say: Callable[[str], None] = lambda text: None) -> Path | None:
+    """Brings a data set from `source`, or from where it is published, and says where it is kept.
+
+    None for one that comes with the package, which is read and checked instead.
+    """
+    if name in _FETCHERS:
+        return _FETCHERS[name](source, say)
+    load(name)
+    return None
+
+
+_FETCHERS = {"cifar10": _cifar10.fetch}

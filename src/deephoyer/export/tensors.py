@@ -18,8 +18,6 @@ from deephoyer.export.manifest import MaskForm, Packed
 from deephoyer.packing import PackingError, pack_pattern, packed_size, unpack_pattern
 
 Path = str | os.PathLike[str]
-# Two more names in the header cost about this much: below it, packing makes a file larger.
-HEADER_COST = 200
 DTYPES = (
     torch.float64, torch.float32, torch.float16, torch.bfloat16,
     torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
@@ -53,8 +51,7 @@ def _check(name: str, tensor: Any) -> None:
 def pack(name: str, tensor: Tensor) -> tuple[dict[str, Tensor], Packed | None]:
     """The tensor as it is, or in two parts where that is smaller."""
     pattern = tensor != 0
-    size = tensor.numel() * tensor.element_size()
-    if packed_size(pattern.numpy(), tensor.element_size()) + HEADER_COST >= size:
+    if packed_size(pattern.numpy(), tensor.element_size()) == tensor.numel() * tensor.element_size():
         return {name: tensor.clone()}, None
     form, where = pack_pattern(pattern.numpy())
     parts = {f"{name}:where": torch.from_numpy(where), f"{name}:values": tensor[pattern]}
