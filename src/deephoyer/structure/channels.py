@@ -66,8 +66,10 @@ class Joined:
         if not self._reasons:
             return {}
         nodes = torch.tensor(list(self._reasons))
-        return {root: self._reasons[node] for node, root in
-                reversed(list(zip(nodes.tolist(), self.find(nodes).tolist(), strict=True)))}
+        found: dict[int, str] = {}
+        for node, root in zip(nodes.tolist(), self.find(nodes).tolist(), strict=True):
+            found.setdefault(root, self._reasons[node])
+        return found
 
 
 @dataclass
@@ -110,11 +112,12 @@ class ChannelGraph:
 
 
 def _name(places: list[Place]) -> str:
-    """A set is called after the first layer that writes it."""
+    """A set is called after the first layer that writes it, or else after what reads it."""
     for name, side in places:
         if side == "out":
             return name
-    return places[0][0]
+    name, side = places[0]
+    return f"inputs of {name}" if side == "in" else name
 
 
 def _distinct(sets: list[ChannelSet]) -> list[ChannelSet]:

@@ -89,13 +89,15 @@ class Coupled(Grouping):
 
 def proven(model: nn.Module, inputs: Inputs) -> ChannelGraph:
     """The channel graph of a model, less what a trial removal shows to be wrong."""
-    graph = follow(clean_copy(model), one_sample(inputs))
+    inputs = one_sample(inputs)
+    graph = follow(clean_copy(model), inputs)
     for _ in range(20):
+        free = [one for one in graph.sets() if one.reason is None]
         try:
-            _try(model, graph, inputs)
+            _try(model, graph, free, inputs)
             return graph
         except Differs as why:
-            _give_up(graph, why)
+            _give_up(model, graph, free, inputs, why)
     raise CannotFollow("coupled: the model's channels can't be worked out; give an inner module instead.")
 
 
@@ -107,12 +109,11 @@ def clean_copy(model: nn.Module) -> nn.Module:
         raise UserError(f"the model can't be copied (copy.deepcopy): {why}") from why
 
 
-def _try(model: nn.Module, graph: ChannelGraph, inputs: Inputs) -> None:
-    """Zeroes every second channel of each set in one copy, removes it from another, and compares."""
+def _try(model: nn.Module, graph: ChannelGraph, sets: list[ChannelSet], inputs: Inputs) -> None:
+    """Zeroes every second channel of these sets in one copy, removes it from another, and compares."""
     dead = torch.zeros(graph.count, dtype=torch.bool)
-    for one in graph.sets():
-        if one.reason is None:
-            dead[torch.tensor(one.channels[::2])] = True
+    for one in sets:
+        dead[torch.tensor(one.channels[::2])] = True
     dead = spare_last(graph, dead)
     if not dead.any():
         return
@@ -120,20 +121,30 @@ def _try(model: nn.Module, graph: ChannelGraph, inputs: Inputs) -> None:
     zero(big, graph, dead)
     small = copy.deepcopy(big)
     remove(small, graph, dead)
-    same(big, small, one_sample(inputs))
+    same(big, small, inputs)
 
 
-def _give_up(graph: ChannelGraph, why: Differs) -> None:
-    """Fixes the channels that the module at fault sees itself, or that its layer reads."""
+def _give_up(model: nn.Module, graph: ChannelGraph, free: list[ChannelSet], inputs: Inputs, why: Differs) -> None:
+    """Fixes the sets that the module at fault sees: those that fail by themselves, or else all of them."""
+    suspects: list[ChannelSet] = []
     name = why.module
-    at_fault = {c for c in graph.touched.get(name, ()) if c not in graph.fixed}
-    while not at_fault and name:
+    while not suspects:
+        seen = set(graph.touched.get(name, ()))
         for (layer, _), channels in graph.layers.items():
-            if layer == name or layer.startswith(name + "."):
-                at_fault |= {c for c in channels.tolist() if c not in graph.fixed}
+            if layer == name:
+                seen.update(channels.tolist())
+        suspects = [one for one in free if seen.intersection(one.channels)]
+        if not name and not suspects:
+            raise CannotFollow(f"coupled: module {why.module!r} can't be followed: {why}") from why
         name = name.rpartition(".")[0]
-        at_fault |= {c for c in graph.touched.get(name, ()) if c not in graph.fixed}
-    if not at_fault:
-        raise CannotFollow(f"coupled: module {why.module!r} can't be followed: {why}")
-    for channel in at_fault:
-        graph.fixed[channel] = f"{why.module or 'the model'!r} has sizes written into it"
+    alone = [one for one in suspects if not _passes(model, graph, one, inputs)] or suspects
+    for one in alone:
+        graph.fixed.update(dict.fromkeys(one.channels, f"{why.module or 'the model'!r} has sizes written into it"))
+
+
+def _passes(model: nn.Module, graph: ChannelGraph, one: ChannelSet, inputs: Inputs) -> bool:
+    try:
+        _try(model, graph, [one], inputs)
+    except Differs:
+        return False
+    return True

@@ -171,7 +171,7 @@ class Follower(TorchDispatchMode):
     def _refuse_branches(self, func: Any, args: Any) -> None:
         if func.overloadpacket.__name__ not in ("_local_scalar_dense", "is_nonzero", "equal"):
             return
-        if any(self.n.get(t) is not None for t in tensors_in(args)):
+        if not all(self.n.is_constant(t) for t in tensors_in(args)):
             raise CannotFollow(
                 f"{self.where()} takes a value out of a tensor (`.item()`, or an `if` on it), so what it "
                 "computes can't be followed for all inputs; leave it out of the part to compact."

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from deephoyer.structure.channels import Joined
 from deephoyer.structure.layers import loose_tensors
@@ -19,15 +18,15 @@ class Numbers:
     def __init__(self, model: nn.Module) -> None:
         self.joined = Joined()
         self.loose: dict[str, Tensor] = {}
-        self._of = WeakTensorKeyDictionary()
-        self._constants = WeakTensorKeyDictionary()
-        self._held = loose_tensors(model)  # held, so that an id stays theirs
-        self._owners = {id(tensor): name for name, tensor in self._held}
+        # By identity; the tensors are held too, or another could get a dead one's id.
+        self._of: dict[int, tuple[Tensor, Tensor]] = {}
+        self._constants = {id(t): t for t in (*model.parameters(), *model.buffers())}
+        self._owners = {id(tensor): name for name, tensor in loose_tensors(model)}
 
     def get(self, tensor: Tensor) -> Tensor | None:
         """The tensor's numbers; a loose tensor's elements are numbered when first met."""
-        if (known := self._of.get(tensor)) is not None:
-            return known
+        if id(tensor) in self._of:
+            return self._of[id(tensor)][1]
         owner = self._owners.get(id(tensor))
         if owner is None or tensor.numel() < 2:
             return None
@@ -41,17 +40,17 @@ class Numbers:
         return torch.zeros(tensor.shape, dtype=torch.long) if numbers is None else numbers
 
     def set(self, tensor: Tensor, numbers: Tensor) -> None:
-        self._of[tensor] = numbers
+        self._of[id(tensor)] = (tensor, numbers)
 
     def drop(self, tensor: Tensor) -> None:
-        self._of.pop(tensor, None)
+        self._of.pop(id(tensor), None)
 
     def set_constant(self, tensor: Tensor) -> None:
-        self._constants[tensor] = True
+        self._constants[id(tensor)] = tensor
 
     def is_constant(self, tensor: Tensor) -> bool:
-        """Made within the network, of nothing that it was given."""
-        return tensor in self._constants
+        """Part of the network or made within it, of nothing that it was given."""
+        return id(tensor) in self._constants
 
     def number(self, tensor: Tensor, why_not: str) -> None:
         """Gives each element a channel of its own; they must stay if the tensor isn't a constant."""

@@ -49,7 +49,8 @@ class Operation:
 def account(n: Numbers, op: Operation) -> None:
     """Numbers what the operation gave."""
     if all(n.get(t) is None for t in op.given):
-        if "rand" not in op.name and all(n.is_constant(t) for t in op.given):
+        made_here = op.name == "lift_fresh" or all(n.is_constant(t) for t in op.given)
+        if made_here and "rand" not in op.name:
             for tensor in op.outs:
                 n.set_constant(tensor)
         return
@@ -146,6 +147,16 @@ def taken_apart(before: tuple[int, ...], after: tuple[int, ...]) -> list[list[in
     return found
 
 
+def restrides(n: Numbers, op: Operation) -> None:
+    """Pooling to one place in a channels-last tensor ends in strides that move nothing: sizes of 1 have any."""
+    x, shape, strides = op.args[0], list(op.args[1]), op.args[2]
+    plain = torch.empty(shape, device="meta").stride()
+    if shape == list(n.of(x).shape) and all(a == b or s == 1 for a, b, s in zip(plain, strides, shape, strict=True)):
+        n.set(op.out, n.of(x))
+    else:
+        mixes(n, op)
+
+
 def pads(n: Numbers, op: Operation) -> None:
     """Constants put among channels are channels of their own, one an element until they meet others."""
     numbers = F.pad(n.of(op.args[0]), op.args[1], value=0)
@@ -213,7 +224,8 @@ def normalises(n: Numbers, op: Operation) -> None:
     dims = [which] if isinstance(which, int) else range(-len(which), 0)
     if any(n.varies(numbers, d) for d in dims):
         n.joined.fix(numbers, f"{op.where} normalises over channels")
-    n.fix(op.given[1:], f"{op.where} normalises over what they belong to")
+    for scale in op.given[1:]:
+        n.joined.join(n.of(scale).expand(numbers.shape), numbers)
     n.set(op.outs[0], numbers)
 
 
@@ -234,6 +246,7 @@ _RULES: tuple[tuple[Callable[[Numbers, Operation], None], str], ...] = (
     (takes, "slice select narrow"),
     (splits, "split split_with_sizes chunk unbind"),
     (views, "view _unsafe_view reshape _reshape_alias"),
+    (restrides, "as_strided"),
     (pads, "constant_pad_nd"),
     (pointwise, "hardswish _prelu_kernel dropout native_dropout _to_copy copy masked_fill where zeros_like ones_like"),
     (reduces, "mean sum amax amin max min var std norm linalg_vector_norm logsumexp prod"),

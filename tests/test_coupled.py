@@ -1,0 +1,199 @@
+"""Coupled groups: which slices belong to one channel, which channels may not go, and what uses them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch_pruning as tp
+from torch import Tensor, nn
+
+from deephoyer.errors import UserError
+from deephoyer.groups import SliceUnit
+from deephoyer.models import make
+from deephoyer.structure import CannotFollow, Coupled
+
+torchvision = pytest.importorskip("torchvision")
+
+
+def units(model: nn.Module, x: Tensor) -> dict[str, SliceUnit]:
+    return {u.name: u for u in Coupled(model, x).units([])}
+
+
+def groups_of(unit: SliceUnit, name: str) -> list[int]:
+    """The group of each slice of a parameter, along its first part in the unit."""
+    part = next(p for p in unit.parts if p.name == name)
+    return part.group.tolist()
+
+
+def reasons(model: nn.Module, x: Tensor) -> dict[str, str]:
+    return {s.name: s.reason for s in Coupled(model, x).sets if s.reason}
+
+
+class Net(nn.Module):
+    """Layers by name, and a forward given as a function."""
+
+    def __init__(self, forward, **layers: nn.Module):
+        super().__init__()
+        self.steps = forward
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+
+    def forward(self, x):
+        return self.steps(self, x)
+
+
+def test_a_channel_holds_filter_bias_norm_and_the_readers_inputs():
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 3))
+    (unit,) = units(net, torch.randn(1, 3, 8, 8)).values()
+    assert unit.names == ["0.weight", "0.bias", "1.weight", "1.bias", "3.weight"]
+    expected = sum(t.detach().square().sum() for t in (net[0].weight[2], net[0].bias[2], net[1].weight[2],
+                                                       net[1].bias[2], net[3].weight[:, 2])).sqrt()
+    assert torch.allclose(unit.magnitudes()[2], expected)
+    assert unit.sizes().tolist() == [27 + 1 + 1 + 1 + 18] * 4
+
+
+def test_flattening_gives_a_channel_several_columns():
+    net = nn.Sequential(nn.Conv2d(1, 3, 3), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(12, 5))
+    unit = units(net, torch.randn(1, 1, 6, 6))["0"]
+    assert groups_of(unit, "3.weight") == [0] * 4 + [1] * 4 + [2] * 4
+
+
+def test_concatenation_gives_each_producer_its_range_of_the_reader():
+    net = Net(lambda m, x: m.c(torch.cat([m.a(x), m.b(x)], 1)), a=nn.Conv2d(3, 2, 1), b=nn.Conv2d(3, 3, 1),
+              c=nn.Conv2d(5, 4, 1))
+    found = units(net, torch.randn(1, 3, 4, 4))
+    assert groups_of(found["a"], "c.weight") == [0, 1, -1, -1, -1]
+    assert groups_of(found["b"], "c.weight") == [-1, -1, 0, 1, 2]
+
+
+def test_a_residual_sum_ties_all_that_write_into_it():
+    net = Net(lambda m, x: m.c(m.a(x) + m.b(F.relu(m.a(x)))), a=nn.Conv2d(3, 4, 1), b=nn.Conv2d(4, 4, 1),
+              c=nn.Conv2d(4, 2, 1))
+    (unit,) = units(net, torch.randn(1, 3, 4, 4)).values()
+    assert set(unit.names) == {
+        "a.weight", "a.bias", "b.weight", "b.bias", "c.weight",
+    }
+    assert unit.count == 4
+
+
+def test_depthwise_channels_go_one_by_one_and_groups_of_two_in_pairs():
+    depthwise = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 3, groups=4), nn.Conv2d(4, 2, 1))
+    (unit,) = units(depthwise, torch.randn(1, 3, 6, 6)).values()
+    assert unit.count == 4 and "1.weight" in unit.names
+    paired = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 6, 3, groups=2), nn.Conv2d(6, 2, 1))
+    found = units(paired, torch.randn(1, 3, 6, 6))
+    assert groups_of(found["0"], "0.weight") == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert groups_of(found["1"], "1.weight") == [0, 1, 2, 0, 1, 2]
+
+
+def test_shuffled_channels_keep_their_identity():
+    def shuffle(m, x):
+        y = m.a(x)
+        y = y.view(1, 2, y.shape[1] // 2, 4, 4).transpose(1, 2).reshape(1, -1, 4, 4)
+        return m.b(y)
+
+    net = Net(shuffle, a=nn.Conv2d(3, 8, 1), b=nn.Conv2d(8, 2, 1))
+    unit = units(net, torch.randn(1, 3, 4, 4))["a"]
+    assert groups_of(unit, "a.weight") == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert groups_of(unit, "b.weight") == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_parameters_outside_layers_belong_to_their_channels():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.act = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 2, 1), nn.PReLU(4)
+            self.scale = nn.Parameter(torch.ones(1, 4, 1, 1))
+
+        def forward(self, x):
+            return self.b(self.act(self.a(x) * self.scale))
+
+    (unit,) = units(Scaled(), torch.randn(1, 3, 4, 4)).values()
+    assert {"scale", "act.weight"} <= set(unit.names)
+
+
+def test_inputs_and_outputs_stay_and_so_does_what_a_layer_norm_mixes():
+    net = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3))
+    why = reasons(net, torch.randn(2, 6))
+    assert why["4"] == "network output" and "'1' (LayerNorm)" in why["0"] and "input" in str(why)
+    assert list(units(net, torch.randn(2, 6))) == ["2"]
+
+
+def test_group_norm_and_unknown_operations_fix_their_channels_with_a_reason():
+    normed = nn.Sequential(nn.Conv2d(3, 4, 1), nn.GroupNorm(2, 4), nn.Conv2d(4, 2, 1))
+    assert "native_group_norm" in reasons(normed, torch.randn(1, 3, 4, 4))["0"]
+    sorted_ = Net(lambda m, x: m.b(m.a(x).sort(1).values), a=nn.Linear(3, 4), b=nn.Linear(4, 2))
+    assert "sort" in reasons(sorted_, torch.randn(1, 3))["a"]
+
+
+def test_sizes_written_into_a_forward_are_found_by_trial():
+    net = Net(lambda m, x: m.b(m.a(x).view(-1, 64)), a=nn.Conv2d(3, 4, 1), b=nn.Linear(64, 6), c=nn.Linear(6, 2))
+    net.steps = lambda m, x: m.c(F.relu(m.b(m.a(x).view(-1, 64))))
+    x = torch.randn(1, 3, 4, 4)
+    assert "written into it" in reasons(net, x)["a"]
+    assert list(units(net, x)) == ["b"]
+
+
+def test_a_scale_that_depends_on_the_number_of_channels_is_found_by_trial():
+    net = Net(lambda m, x: m.b(m.a(x) / m.a(x).shape[1]), a=nn.Linear(3, 4), b=nn.Linear(4, 2))
+    assert "written into it" in reasons(net, torch.randn(2, 3))["a"]
+
+
+def test_a_branch_on_values_names_its_module():
+    class Branch(nn.Module):
+        def forward(self, x):
+            return x if x.sum() > 0 else -x
+
+    net = nn.Sequential(nn.Linear(3, 4), Branch(), nn.Linear(4, 2))
+    with pytest.raises(CannotFollow, match=r"module '1' \(Branch\)"):
+        Coupled(net, torch.randn(2, 3))
+
+
+def test_a_model_that_does_not_fit_its_inputs_names_the_module():
+    with pytest.raises(CannotFollow, match="module '1'"):
+        Coupled(nn.Sequential(nn.Linear(3, 4), nn.Linear(5, 2)), torch.randn(2, 3))
+
+
+def test_sets_with_frozen_parameters_are_left_out_of_the_units():
+    net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 2))
+    net[0].weight.requires_grad_(False)
+    coupled = Coupled(net, torch.randn(2, 3))
+    assert [u.name for u in coupled.units([])] == ["2"]
+    for parameter in net.parameters():
+        parameter.requires_grad_(False)
+    with pytest.raises(UserError, match="no channel"):
+        coupled.units([])
+
+
+def test_layers_that_share_a_weight_lose_the_same_channels():
+    net = Net(lambda m, x: m.c(m.a(x)) + m.c(m.b(x)), a=nn.Linear(3, 4), b=nn.Linear(3, 4), c=nn.Linear(4, 2))
+    net.b.weight = net.a.weight
+    (unit,) = units(net, torch.randn(2, 3)).values()
+    assert sorted(unit.names) == ["a.bias", "a.weight", "b.bias", "c.weight"]
+
+
+def test_a_parameter_free_shortcut_parts_the_stages():
+    found = units(make("resnet-20"), torch.randn(1, 3, 32, 32))
+    assert found["conv1"].count == 16 and len(found) == 12
+    assert not any(name.startswith("layer2.0.conv2") for name in found["conv1"].names)
+    assert "layer2.0.conv1.weight" in found["conv1"].names
+
+
+@pytest.mark.parametrize("name", ["resnet18", "vgg11_bn", "mobilenet_v2", "densenet121"])
+def test_groups_agree_with_torch_prunings_graph_where_it_can_follow(name):
+    model = getattr(torchvision.models, name)(weights=None, num_classes=10).eval()
+    x = torch.randn(1, 3, 32 if name != "densenet121" else 64, 32 if name != "densenet121" else 64)
+    ours = Coupled(model, x)
+    names = {module: n for n, module in model.named_modules()}
+    graph = tp.DependencyGraph().build_dependency(model, x)
+    heads = [m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features == 10]
+    theirs = set()
+    for group in graph.get_all_groups(ignored_layers=heads):
+        theirs.add(frozenset(names[d.target.module] for d, _ in group if isinstance(d.target.module, nn.Conv2d | nn.Linear)))
+    mine = {
+        frozenset(n for n, _ in s.places if isinstance(model.get_submodule(n), nn.Conv2d | nn.Linear))
+        for s in ours.sets
+        if s.reason is None
+    }
+    assert mine == theirs
