@@ -236,14 +236,15 @@ def checks(model: nn.Module, groups: str, backend: str, device: str) -> dict[str
     """Against float64 autograd, tensor by tensor; the same bits twice; waits for the device; memory taken."""
     regularizer = dh.Regularizer(model, "hoyer-square", groups, 1.0, backend=backend)
     weights = list(model.parameters())
+    regularizer.add_grad_()  # builds tables and compiles, which may wait
     runs = []
     for _ in range(2):
         for p in weights:
             p.grad.zero_()
         runs.append(_watched(regularizer.add_grad_, device))
         if len(runs) == 1:
-            first = [p.grad.cpu() for p in weights]
-    same = all(torch.equal(p.grad.cpu(), g) for p, g in zip(weights, first, strict=True))
+            first = [p.grad.clone() for p in weights]
+    same = all(torch.equal(p.grad, g) for p, g in zip(weights, first, strict=True))
     size = sum(p.numel() * p.element_size() for p in weights)
     return {
         "relative error": max(_error(p, groups) for p in weights),
@@ -317,6 +318,7 @@ def attempt(record: dict[str, Any], key: str, what: Callable[[], Any]) -> None:
 def case(name: str, groups: str, args: argparse.Namespace, bandwidth: float) -> dict[str, Any]:
     dtype = getattr(torch, args.dtype)
     model = tensors_of(name, args.device, dtype)
+    OWNER.clear()
     OWNER.update({id(layer.weight): layer for layer in model})
     count = sum(p.numel() for p in model.parameters())
     floor = 4 * count * dtype.itemsize / bandwidth * 1e3
@@ -339,7 +341,6 @@ def case(name: str, groups: str, args: argparse.Namespace, bandwidth: float) -> 
         attempt(record, "kernels", lambda: kernels(ours(model, groups, args.backends[-1])))
     if args.check:
         attempt(record, "checks", lambda: {b: checks(model, groups, b, args.device) for b in args.backends})
-    OWNER.clear()
     return record
 
 
@@ -373,9 +374,57 @@ def show(record: dict[str, Any]) -> None:
             print(f"  {key}: {side} {found}")
 
 
+def ratios(result: dict[str, Any]) -> dict[str, float]:
+    """The figures by which the kernels are judged."""
+    ms = {(c["network"], c["groups"]): c["ms"] for c in result["cases"]}
+    found: dict[str, float] = {}
+    for (name, groups), sides in ms.items():
+        best = sides.get("triton") or sides.get("foreach")
+        if not best:
+            continue
+        found[f"{name} {groups}: ours / floor"] = best / sides["floor"]
+        for loop in ("autograd, asks host", "autograd", "torch-pruning"):
+            if sides.get(loop):
+                found[f"{name} {groups}: {loop} / ours"] = sides[loop] / best
+        elements = ms.get((name, "elements"), {})
+        if groups != "elements" and (elements.get("triton") or elements.get("foreach")):
+            found[f"{name}: {groups} / elements"] = best / (elements.get("triton") or elements["foreach"])
+    lenet = ms.get(("lenet-300-100", "elements"), {})
+    if result["lenet-300-100 step ms"] and (lenet.get("triton") or lenet.get("foreach")):
+        ours_ms = lenet.get("triton") or lenet["foreach"]
+        found["lenet-300-100: ours / bare step"] = ours_ms / result["lenet-300-100 step ms"]
+    return {key: round(value, 3) for key, value in found.items()}
+
+
 def machine(device: str) -> dict[str, Any]:
     name = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
     return {"device": name, "threads": torch.get_num_threads(), "torch": torch.__version__, "deephoyer": dh.__version__}
+
+
+def tune(names: list[str], budget: float) -> None:
+    """Device milliseconds for launch shapes; the constants in `kernels/triton.py` and `kernels/tables.py` are such."""
+    from deephoyer.kernels import tables, triton
+
+    def device_ms(model: nn.Module, groups: str, shown: dict[str, Any]) -> None:
+        attempt(shown, "ms", lambda: milliseconds(replayed(ours(model, groups, "triton")), "cuda", budget))
+        print(groups, shown)
+
+    for name in names:
+        model = tensors_of(name, "cuda", torch.float32)
+        print(name)
+        for warps, block, chunk in CHUNK_SHAPES:
+            triton.LARGE["num_warps"], triton.BLOCK, tables.CHUNKS = warps, block, (chunk,) * 3
+            device_ms(model, "elements", {"warps": warps, "block": block, "chunk": chunk})
+        for warps, height, width, tall in TILE_SHAPES:
+            triton.LARGE["num_warps"], triton.HEIGHT, triton.WIDTH, tables.TALLS = warps, height, width, (tall,) * 3
+            shape = {"warps": warps, "height": height, "width": width, "tall": tall}
+            device_ms(model, "filters+channels", shape)
+
+
+CHUNK_SHAPES = [(4, 1024, 4096), (4, 2048, 4096), (8, 2048, 8192), (8, 4096, 4096)]
+CHUNK_SHAPES += [(8, 4096, 8192), (8, 4096, 16384), (8, 4096, 32768), (16, 8192, 16384)]
+TILE_SHAPES = [(8, 32, 128, 64), (8, 32, 128, 128), (8, 32, 128, 256), (8, 32, 128, 512)]
+TILE_SHAPES += [(4, 16, 128, 128), (8, 16, 256, 128), (8, 16, 256, 256), (4, 8, 256, 128)]
 
 
 def main() -> None:
@@ -387,10 +436,14 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16", "float64"))
     parser.add_argument("--check", action="store_true", help="compare with float64 autograd, look for waits and memory")
     parser.add_argument("--profile", action="store_true", help="time of each kernel of the last backend (CUDA)")
-    parser.add_argument("--budget", type=float, default=0.4, help="seconds for each measurement")
+    parser.add_argument("--budget", type=float, default=0.25, help="seconds for each measurement")
     parser.add_argument("--out", type=Path, help="a JSON record, written after every case")
     parser.add_argument("--threads", type=int, help="on a CPU; by default as many as PyTorch takes")
+    parser.add_argument("--tune", action="store_true", help="only try launch shapes of the Triton kernels (CUDA)")
     args = parser.parse_args()
+    if args.tune:
+        tune(args.networks.split(",") if args.networks else ["resnet-50", "decoder-1b"], args.budget)
+        return
     if args.threads:
         torch.set_num_threads(args.threads)
     args.backends = (args.backends or ("plain,foreach,triton" if args.device == "cuda" else "plain,foreach")).split(",")
@@ -409,9 +462,11 @@ def main() -> None:
             if result["last"] is not None:
                 result["cases"].append(result["last"])
                 show(result["last"])
+            result["ratios"] = ratios(result)
             if args.out:
                 args.out.parent.mkdir(parents=True, exist_ok=True)
                 args.out.write_text(json.dumps({k: v for k, v in result.items() if k != "last"}, indent=1) + "\n")
+    print("\n" + "\n".join(f"{value:9.2f}  {key}" for key, value in result["ratios"].items()))
 
 
 if __name__ == "__main__":

@@ -124,7 +124,8 @@ class Regularizer:
         optimizers = tuple(dict.fromkeys(optimizers))
         shares = self._share_out(optimizers)
         for optimizer, terms in zip(optimizers, shares, strict=True):
-            self._handles.append(optimizer.register_step_pre_hook(self._hook(terms, optimizer is optimizers[-1])))
+            hook = torch.compiler.disable(self._hook(terms, optimizer is optimizers[-1]))  # in a compiled step, too
+            self._handles.append(optimizer.register_step_pre_hook(hook))
         return self
 
     def detach(self) -> None:

@@ -28,7 +28,7 @@ class Foreach(Passes):
         sums: list[Tensor] = []
         for element in plan.elements:
             weight = flat(pairs[element.at][0])
-            parts = [self.block_sums(x) for x in weight.split(self._block(weight))]
+            parts = [self.block_sums(x) for x in self._blocks(weight)]
             for each in zip(*parts, strict=True):
                 sums.append(each[0] if len(each) == 1 else torch.stack(each).sum())
         return torch.stack([s.to(plan.dtype) for s in sums]).view(-1, 2).t()
@@ -42,8 +42,7 @@ class Foreach(Passes):
             weight, grad = pairs[element.at]
             assert grad is not None
             penalty = element.term.penalty
-            block = self._block(weight)
-            for x, y in zip(flat(weight).split(block), flat(grad).split(block), strict=True):
+            for x, y in zip(self._blocks(flat(weight)), self._blocks(flat(grad)), strict=True):
                 if isinstance(penalty, ScaleFree):
                     a, b = lines[id(penalty)]
                     self.add_line_(x, y, a[i], b[i])
@@ -123,8 +122,17 @@ class Foreach(Passes):
     def _block(self, weight: Tensor) -> int:
         return self.cpu_block if weight.is_cpu else self.device_block
 
-    def _scratch(self, x: Tensor) -> Tensor:
-        """Memory for one temporary of x's shape, the same at every call: fresh pages cost more than the arithmetic."""
+    def _blocks(self, x: Tensor) -> tuple[Tensor, ...]:
+        block = self._block(x)
+        return (x,) if x.numel() <= block else x.split(block)
+
+    def _scratch(self, x: Tensor) -> Tensor | None:
+        """Memory for one temporary of x's shape, the same at every call: fresh pages cost more than the arithmetic.
+
+        None for a small one, which the allocator has at hand.
+        """
+        if x.numel() < 1 << 14:
+            return None
         kept: dict[tuple[torch.device, torch.dtype], Tensor] = self.__dict__.setdefault("_kept", {})
         room = kept.get((x.device, x.dtype))
         if room is None or room.numel() < x.numel():

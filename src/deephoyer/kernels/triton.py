@@ -8,7 +8,10 @@ no waiting for the device, and no atomics. This file launches; the device code i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import triton.language as tl
@@ -17,6 +20,7 @@ from torch import Tensor
 from deephoyer.kernels import triton_elements, triton_slices
 from deephoyer.kernels.addresses import AddressBook
 from deephoyer.kernels.passes import Pair, Passes, Plan
+from deephoyer.kernels.plain import Term
 from deephoyer.kernels.slices import one_penalty
 from deephoyer.kernels.tables import ChunkTable, TileTable, chunk_table, tile_table
 from deephoyer.kernels.triton_slopes import kind_of
@@ -27,7 +31,8 @@ TYPES: dict[torch.dtype | None, tl.dtype] = {
 }  # fmt: skip
 BLOCK = 4096  # elements a program has in registers at a time
 HEIGHT, WIDTH = 32, 128  # the same for slices: rows and columns
-WARPS = 8
+LARGE = {"num_warps": 8, "enable_fp_fusion": True}
+SMALL = {"num_warps": 4, "enable_fp_fusion": True}
 FACE_BLOCK, FACE_DEEP = 64, 16
 
 
@@ -39,6 +44,7 @@ class Desk:
     one: Tensor
     chunks: dict[tuple[bool, ...], ChunkTable] = field(default_factory=dict)
     tiles: dict[tuple[bool, ...], TileTable] = field(default_factory=dict)
+    found: dict[str, Any] = field(default_factory=dict)  # by the first pass, for the second
 
 
 class Triton(Passes):
@@ -46,27 +52,38 @@ class Triton(Passes):
 
     name = "triton"
 
+    def __init__(self, terms: Sequence[Term]):
+        super().__init__(terms)
+        # A compiler that traced a launch would see tables of addresses, not the gradients that are written.
+        self.add_grad_ = torch.compiler.disable(super().add_grad_)  # type: ignore[method-assign]
+
+    def _run(self, plan: Plan, pairs: list[Pair], times: Tensor | None) -> None:
+        with torch.cuda.device(plan.device) if plan.device.type == "cuda" else nullcontext():
+            super()._run(plan, pairs, times)
+
     def takes(self, penalty: Penalty, element_wise: bool) -> bool:
         return not element_wise or kind_of(penalty) is not None
 
     def element_sums(self, plan: Plan, pairs: list[Pair]) -> Tensor:
-        table, (weights, _, _) = self._element_tables(plan, pairs)
+        _desk(plan).found["elements"] = found = self._element_tables(plan, pairs)
+        table, (weights, _, _) = found
         partial = torch.empty(2 * table.chunks, dtype=plan.dtype, device=plan.device)
         sums = torch.empty(2, len(plan.elements), dtype=plan.dtype, device=plan.device)
         for launch in table.launches:
             triton_elements.element_sums[(launch.end - launch.begin,)](
                 weights, table.chunk_of, table.first, table.lengths, partial, launch.begin, table.chunks,
                 DTYPE=TYPES[launch.dtype], WIDE=_wide(launch.dtype), ALIGNED=launch.aligned,
-                CHUNK=table.chunk, BLOCK=BLOCK, num_warps=WARPS,
+                CHUNK=table.chunk, BLOCK=BLOCK, **LARGE,
             )  # fmt: skip
         triton_elements.tensor_sums[(len(plan.elements),)](
             partial, table.first, table.ends, sums, table.chunks, len(plan.elements),
-            WIDE=TYPES[plan.dtype], BLOCK=1024, num_warps=4,
+            WIDE=TYPES[plan.dtype], BLOCK=1024, **SMALL,
         )  # fmt: skip
         return sums
 
     def add_elements_(self, plan: Plan, pairs: list[Pair], sums: Tensor | None, times: Tensor | None) -> None:
-        table, (weights, grads, scales) = self._element_tables(plan, pairs)
+        found = _desk(plan).found.pop("elements", None) or self._element_tables(plan, pairs)
+        table, (weights, grads, scales) = found
         if sums is None:  # a separable penalty doesn't look at them
             sums = torch.empty(2, len(plan.elements), dtype=plan.dtype, device=plan.device)
         times = _desk(plan).one if times is None else times
@@ -76,36 +93,37 @@ class Triton(Passes):
                 weights, grads, table.chunk_of, table.first, table.lengths, sums, scales, times,
                 launch.begin, len(plan.elements),
                 DTYPE=TYPES[launch.dtype], GRAD=TYPES[launch.grad], WIDE=_wide(launch.dtype), SCALE=TYPES[launch.scale],
-                ALIGNED=launch.aligned, CHUNK=table.chunk, BLOCK=BLOCK, KIND=kind, P0=p0, P1=p1, num_warps=WARPS,
+                ALIGNED=launch.aligned, CHUNK=table.chunk, BLOCK=BLOCK, KIND=kind, P0=p0, P1=p1, **LARGE,
             )  # fmt: skip
 
     def slice_squares(self, plan: Plan, pairs: list[Pair]) -> Tensor:
         assert plan.slices is not None
-        table, (weights, _, _) = self._slice_tables(plan, pairs)
+        _desk(plan).found["slices"] = found = self._slice_tables(plan, pairs)
+        table, (weights, _, _) = found
         partial = torch.empty(table.partials, dtype=plan.dtype, device=plan.device)
         squares = torch.zeros(plan.slices.slices, dtype=plan.dtype, device=plan.device)
         for launch in table.launches:
             triton_slices.tile_squares[(launch.end - launch.begin,)](
                 weights, table.tile_of, table.matrices, partial, launch.begin,
                 DTYPE=TYPES[launch.dtype], WIDE=_wide(launch.dtype), ALIGNED=launch.aligned,
-                TALL=table.tall, HEIGHT=HEIGHT, WIDTH=WIDTH, num_warps=WARPS,
+                TALL=table.tall, HEIGHT=HEIGHT, WIDTH=WIDTH, **LARGE,
             )  # fmt: skip
         if len(table.block_of):
             triton_slices.face_squares[(len(table.block_of),)](
                 partial, table.block_of, table.faces, squares,
-                WIDE=TYPES[plan.dtype], BLOCK=FACE_BLOCK, DEEP=FACE_DEEP, num_warps=4,
+                WIDE=TYPES[plan.dtype], BLOCK=FACE_BLOCK, DEEP=FACE_DEEP, **SMALL,
             )  # fmt: skip
         return squares
 
     def add_slices_(self, plan: Plan, pairs: list[Pair], squares: Tensor, times: Tensor | None) -> None:
-        table, (weights, grads, scales) = self._slice_tables(plan, pairs)
+        table, (weights, grads, scales) = _desk(plan).found.pop("slices")
         c = self._coefficients(plan, table, scales, squares, times)
         for launch in table.launches:
             if launch.grad is not None:
                 triton_slices.tile_add[(launch.end - launch.begin,)](
                     weights, grads, table.tile_of, table.matrices, c, launch.begin,
                     DTYPE=TYPES[launch.dtype], GRAD=TYPES[launch.grad], WIDE=_wide(launch.dtype),
-                    ALIGNED=launch.aligned, TALL=table.tall, HEIGHT=HEIGHT, WIDTH=WIDTH, num_warps=WARPS,
+                    ALIGNED=launch.aligned, TALL=table.tall, HEIGHT=HEIGHT, WIDTH=WIDTH, **LARGE,
                 )  # fmt: skip
 
     def _coefficients(
@@ -121,7 +139,7 @@ class Triton(Passes):
         triton_slices.group_coefficients[(len(plan.slices.terms),)](
             plan.slices.gather(squares), table.starts, scales, _desk(plan).one if times is None else times, c,
             SCALE=TYPES[plan.dtype], WIDE=TYPES[plan.dtype], BLOCK=1024,
-            KIND=known[0], P0=known[1], P1=known[2], num_warps=4,
+            KIND=known[0], P0=known[1], P1=known[2], **SMALL,
         )  # fmt: skip
         return plan.slices.scatter(c)
 
