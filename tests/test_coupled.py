@@ -188,11 +188,13 @@ def test_groups_agree_with_torch_prunings_graph_where_it_can_follow(name):
     names = {module: n for n, module in model.named_modules()}
     graph = tp.DependencyGraph().build_dependency(model, x)
     heads = [m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features == 10]
-    theirs = set()
-    for group in graph.get_all_groups(ignored_layers=heads):
-        theirs.add(frozenset(names[d.target.module] for d, _ in group if isinstance(d.target.module, nn.Conv2d | nn.Linear)))
+    layers = nn.Conv2d | nn.Linear
+    theirs = {
+        frozenset(names[d.target.module] for d, _ in group if isinstance(d.target.module, layers))
+        for group in graph.get_all_groups(ignored_layers=heads)
+    }
     mine = {
-        frozenset(n for n, _ in s.places if isinstance(model.get_submodule(n), nn.Conv2d | nn.Linear))
+        frozenset(n for n, _ in s.places if isinstance(model.get_submodule(n), layers))
         for s in ours.sets
         if s.reason is None
     }

@@ -94,12 +94,12 @@ class Follower(TorchDispatchMode):
             self._asleep += opaque
 
         def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            self._asleep -= opaque
             given = tensors_in((args, kwargs))
             if kind is not None:
                 self._layer(name, module, kind, given[0], output)
             elif opaque:
                 self.n.fix(given, f"{type(module).__name__} {name!r} needs all of them")
+            self._asleep -= opaque
             self._stack.pop()
 
         module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
