@@ -2,7 +2,8 @@
 
 A program works on a chunk of one tensor. Tables say which tensor a chunk belongs to and where that
 tensor is, so that one launch serves a whole model. Partial sums are written, not accumulated, and
-added up in a fixed order: the same weights give the same bits. Launching is in `triton.py`.
+added up in a fixed order: the same weights give the same bits. Loops to a bound that was loaded are
+`while` loops, since older interpreters can't make a `range` of one. Launching is in `triton.py`.
 """
 
 # mypy: disallow-untyped-defs=False
@@ -62,10 +63,12 @@ def tensor_sums(partial, first, ends, sums, chunks, tensors, WIDE: tl.constexpr,
     end = tl.load(ends + t)
     s1 = tl.zeros([BLOCK], WIDE)
     s2 = tl.zeros([BLOCK], WIDE)
-    for at in range(begin, end, BLOCK):
+    at = begin
+    while at < end:
         i = at + tl.arange(0, BLOCK)
         s1 += tl.load(partial + i, mask=i < end, other=0.0)
         s2 += tl.load(partial + chunks + i, mask=i < end, other=0.0)
+        at += BLOCK
     tl.store(sums + t, tl.sum(s1, 0))
     tl.store(sums + tensors + t, tl.sum(s2, 0))
 

@@ -73,11 +73,13 @@ def face_squares(partial, block_of, faces, squares, WIDE: tl.constexpr, BLOCK: t
     total = tl.load(fields + 8) * outer * inner
     step = tl.load(fields + 9)
     sum_ = tl.zeros([DEEP, BLOCK], WIDE)
-    for at in range(0, total, DEEP):
+    at = total * 0
+    while at < total:
         k = at + tl.arange(0, DEEP)
         place = k // (outer * inner) * step + k // inner % outer * channels * inner + k % inner
         inside = (k < total)[:, None] & (s < count)[None, :]
         sum_ += tl.load(partial + place[:, None] + base[None, :], mask=inside, other=0.0)
+        at += DEEP
     tl.store(squares + tl.load(fields + 2) + s, tl.sum(sum_, 0), mask=s < count)
 
 
@@ -94,18 +96,22 @@ def group_coefficients(
     scale = (tl.load(tl.load(scales + u).to(tl.pointer_type(SCALE))) * tl.load(times)).to(WIDE)
     sum1 = tl.zeros([BLOCK], WIDE)
     sum2 = tl.zeros([BLOCK], WIDE)
-    for at in range(begin, end, BLOCK):
+    at = begin
+    while at < end:
         i = at + tl.arange(0, BLOCK)
         square = tl.load(squares + i, mask=i < end, other=0.0)
         sum1 += tl.sqrt(square)
         sum2 += square
+        at += BLOCK
     s1 = tl.sum(sum1, 0)
     s2 = tl.sum(sum2, 0)
-    for at in range(begin, end, BLOCK):
+    at = begin
+    while at < end:
         i = at + tl.arange(0, BLOCK)
         r = tl.sqrt(tl.load(squares + i, mask=i < end, other=0.0))
         c = bounded(slope(r, s1, s2, KIND, P0, P1) / tl.where(r > 0, r, 1.0))
         tl.store(out + i, tl.where(r > 0, scale * c, 0.0), mask=i < end)
+        at += BLOCK
 
 
 @triton.jit(do_not_specialize=["begin"])
