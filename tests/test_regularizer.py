@@ -197,16 +197,34 @@ def test_a_parameter_that_no_optimizer_holds_is_named():
 
 
 @pytest.mark.parametrize("how", ["positional", "keyword"])
-def test_a_closure_is_refused_and_nothing_moves(how):
-    model = net()
+def test_a_step_with_a_closure_gets_the_gradient_after_the_closure_has_run(how):
+    model, other = net(), net()
+    other.load_state_dict(model.state_dict())
+    x = torch.ones(1, 2, 5, 5).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    reg = dh.Regularizer(model, strength=0.1).attach(optimizer)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(x).sum()
+        loss.backward()
+        return loss
+
+    assert (optimizer.step(closure) if how == "positional" else optimizer.step(closure=closure)).requires_grad
+    (other(x).sum() + dh.Regularizer(other, strength=0.1).loss()).backward()
+    torch.optim.SGD(other.parameters(), lr=0.1).step()
+    for (name, a), b in zip(model.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a, b, msg=name)
+    assert reg.steps == 1
+
+
+def test_lbfgs_is_refused_and_nothing_moves():
+    model = net()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1)
     dh.Regularizer(model).attach(optimizer)
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(dh.UserError, match=r"reg\.loss\(\)"):
-        if how == "positional":
-            optimizer.step(lambda: model(torch.ones(1, 2, 5, 5).double()).sum())
-        else:
-            optimizer.step(closure=lambda: model(torch.ones(1, 2, 5, 5).double()).sum())
+        optimizer.step(lambda: model(torch.ones(1, 2, 5, 5).double()).sum())
     assert all(v.equal(before[k]) for k, v in model.state_dict().items())
 
 

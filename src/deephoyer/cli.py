@@ -23,7 +23,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-out = Console(soft_wrap=not sys.stdout.isatty())
+# A pipe has no width; tables are then as wide as they need to be.
+out = Console() if sys.stdout.isatty() else Console(width=160)
 
 
 @app.command("list")
@@ -83,6 +84,38 @@ def run(
         _complain(f"interrupted; nothing is lost. The same command goes on from {place}.")
         raise typer.Exit(130) from None
     _show(finish(job), place)
+
+
+@app.command()
+def sweep(
+    recipe: Annotated[str, typer.Argument(help="a recipe's name, or a YAML file of your own")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help="for every run")] = None,
+    grid: Annotated[list[str] | None, typer.Option("--grid", help="key=value,value,… ; several multiply")] = None,
+    jobs: Annotated[int, typer.Option("--jobs", min=0, help="runs at once; 0 chooses")] = 0,
+    folder: Annotated[Path, typer.Option("--out", help="where the runs' folders go")] = Path("runs"),
+) -> None:
+    """Runs a recipe once for every combination of a grid, several at once; what is done is not done again."""
+    from rich.live import Live
+
+    from deephoyer.train import sweep as sweeps
+
+    changes = overrides or []
+    team = sweeps.members(recipe, changes, grid or [], folder)
+    at_once = jobs or sweeps.default_jobs()
+    try:
+        if out.is_terminal:
+            with Live(console=out, refresh_per_second=4) as live:
+                sweeps.run_all(recipe, changes, team, at_once, live)
+        else:
+            sweeps.run_all(recipe, changes, team, at_once, None)
+    except KeyboardInterrupt:
+        _complain("interrupted; nothing is lost. The same command goes on.")
+        raise typer.Exit(130) from None
+    out.print(sweeps.result_table(team), highlight=False)
+    failed = [m for m in team if m.status != 0]
+    if failed:
+        _complain(f"{len(failed)} of {len(team)} runs failed; the first: {failed[0].folder / 'log.txt'}")
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -157,16 +157,28 @@ class Regularizer:
         backend = self._backend if terms == self.terms else choose(terms, self._backend_name)
 
         @torch.no_grad()
-        def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
-            if closure is not None:
-                raise UserError(
-                    f"{type(optimizer).__name__}.step(closure) computes gradients inside the step, where an attached "
-                    "regularizer can't add to them. Add reg.loss() to the loss in the closure instead of attach()."
-                )
+        def add(optimizer: torch.optim.Optimizer) -> None:
             self._add_grad_(backend, getattr(optimizer, "grad_scale", None))
             if last:
                 self.step()
+
+        def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
+            if closure is None:
+                return add(optimizer)
+            if isinstance(optimizer, torch.optim.LBFGS):
+                raise UserError(
+                    "LBFGS weighs losses against each other, so the penalty must be in the loss: "
+                    "add reg.loss() to it in the closure instead of attach()."
+                )
+
+            def with_penalty() -> Any:
+                """Lightning steps with a closure that computes the gradients: the penalty's come right after."""
+                loss = closure()
+                add(optimizer)
+                return loss
+
+            return ((args[0], with_penalty), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": with_penalty})
 
         return before_step
 

@@ -145,6 +145,21 @@ class Prune(_Part):
         return RULES.make(self.rule, **settings)
 
 
+class Distill(_Part):
+    """Learning from the mean prediction of trained networks besides the labels, while regularizing and finetuning."""
+
+    model: str | dict[str, Any]
+    checkpoints: tuple[str, ...] = Field(min_length=1)
+    temperature: float = Field(default=3.0, gt=0, allow_inf_nan=False)
+    weight: float = Field(default=0.7, ge=0, le=1)
+
+    @field_validator("model")
+    @classmethod
+    def _known_model(cls, choice: str | dict[str, Any]) -> str | dict[str, Any]:
+        models.MODELS[named(choice)["choice"]]
+        return choice
+
+
 class Recipe(_Part):
     """The whole job: a model, its data, four stages."""
 
@@ -157,6 +172,10 @@ class Recipe(_Part):
     held_out: float = Field(default=0.1, gt=0, lt=1)
     shift: int = Field(default=0, ge=0, le=16)
     flip: bool = False
+    capture: Literal["auto", "off"] = "auto"
+    precision: Literal["float32", "bfloat16"] = "float32"
+    channels_last: bool = False
+    distill: Distill | None = None
     pretrain: Pretrain
     regularize: Regularize
     prune: Prune
@@ -327,6 +346,7 @@ def type_at(path: list[str]) -> type[BaseModel]:
         "prune": Prune,
         "finetune": Training,
         "warmup": Warmup,
+        "distill": Distill,
     }
     for key in path:
         part = inner.get(key, part)

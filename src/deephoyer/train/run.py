@@ -21,15 +21,18 @@ from deephoyer import models
 from deephoyer.data import Dataset
 from deephoyer.errors import UserError
 from deephoyer.files import write_atomically
+from deephoyer.groups import Grouping
 from deephoyer.masks import Masks, prune
 from deephoyer.penalties import PENALTIES
 from deephoyer.regularizer import Regularizer
+from deephoyer.structure import Coupled
 from deephoyer.train import batches, checkpoint, environment
+from deephoyer.train.distill import Teachers
 from deephoyer.train.folder import RunFolder
 from deephoyer.train.progress import Silent
 from deephoyer.train.rates import make_optimizer, rate_at, set_rate
 from deephoyer.train.recipe import STAGES, Recipe, Regularize, Training, named
-from deephoyer.train.step import CapturedStep, PlainStep
+from deephoyer.train.step import CapturedStep, Forward, PlainStep
 
 SAVE_SECONDS = 5.0
 """A checkpoint is written at the end of an epoch when the last one is older than this."""
@@ -96,9 +99,11 @@ class Run:
         return self._restore(found[0]) if found else {}
 
     def _build(self) -> None:
-        self.data: Dataset = datasets.load(**_renamed(named(self.recipe.data))).to(self.device)
+        self.data: Dataset = datasets.load(**_renamed(named(self.recipe.data))).to(self.device).in_floats()
         torch.manual_seed(batches.seed_of(self.recipe.seed, "weights"))
         self.model: nn.Module = models.make(**_renamed(named(self.recipe.model))).to(self.device)
+        if self.recipe.channels_last:
+            self.model = self.model.to(memory_format=torch.channels_last)
         count = len(self.data.train_x)
         everything = torch.arange(count)
         if self.recipe.select == "held-out":
@@ -130,12 +135,12 @@ class Run:
         spent = self.state.seconds.get(stage, 0.0)
         if stage == "prune":
             rule = self.recipe.prune
-            self.masks = prune(self.model, rule.make(), rule.groups, rule.select)
+            self.masks = prune(self.model, rule.make(), self._groups(rule.groups), rule.select)
             title = "pruned"
         else:
             settings = getattr(self.recipe, stage)
             if stage == "pretrain" and settings.checkpoint:
-                self._load_weights(Path(settings.checkpoint))
+                _load_weights(self.model, Path(settings.checkpoint), "pretrain.checkpoint")
             else:
                 self._train(stage, settings, resumed, began - spent)
             title = {"pretrain": "dense", "regularize": "regularized", "finetune": "finetuned"}[stage]
@@ -162,7 +167,8 @@ class Run:
             optimizer.load_state_dict(checkpoint.unflatten(resumed, self.state.optimizer, fresh))
         if self.masks is not None:
             self.masks.hold(optimizer, self.model)
-        step = (CapturedStep if captured else PlainStep)(self._loss, optimizer, regularizer, self.device)
+        teachers = self._teachers() if self.recipe.distill and stage != "pretrain" else None
+        step = (CapturedStep if captured else PlainStep)(self._loss_with(teachers), optimizer, regularizer, self.device)
         self.progress.stage(stage, settings.epochs, self.state.epoch)
         for epoch in range(self.state.epoch, settings.epochs):
             line = self._epoch(stage, settings, epoch, step)
@@ -183,8 +189,12 @@ class Run:
         drawn = batches.draw(self.pool, recipe.batch_size, recipe.shift, recipe.flip, seed)
         self.model.train()
         step.restart()
+        now = None
         for i in range(len(drawn)):
-            set_rate(step.optimizer, rate_at(settings, epoch * len(drawn) + i, len(drawn)))
+            rate = rate_at(settings, epoch * len(drawn) + i, len(drawn))
+            if rate != now:
+                set_rate(step.optimizer, rate)
+                now = rate
             step(drawn.step(i))
         loss = step.loss.item() / len(drawn)
         if not math.isfinite(loss):
@@ -218,12 +228,34 @@ class Run:
 
     # Parts of a step
 
-    def _loss(self, index: Tensor, shift: Tensor | None, flip: Tensor | None) -> Tensor:
-        x, y = batches.images(self.data, index, shift, flip, self.recipe.shift)
-        return F.cross_entropy(self.model(x), y)
+    def _loss_with(self, teachers: Teachers | None) -> Forward:
+        half = self.recipe.precision == "bfloat16"
+
+        def loss(index: Tensor, shift: Tensor | None, flip: Tensor | None) -> Tensor:
+            x, y = batches.images(self.data, index, shift, flip, self.recipe.shift)
+            if self.recipe.channels_last:
+                x = x.contiguous(memory_format=torch.channels_last)
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=half):
+                logits = self.model(x)
+            logits = logits.float()
+            return teachers.loss(logits, y, index, shift, flip) if teachers else F.cross_entropy(logits, y)
+
+        return loss
+
+    def _teachers(self) -> Teachers:
+        settings = self.recipe.distill
+        assert settings is not None
+        made = []
+        for path in settings.checkpoints:
+            teacher = models.make(**_renamed(named(settings.model))).to(self.device)
+            _load_weights(teacher, Path(path), "distill.checkpoints")
+            made.append(teacher)
+        self.progress.note(f"asks {len(made)} teachers for every image")
+        recipe = self.recipe
+        return Teachers(made, self.data, recipe.shift, recipe.flip, settings.temperature, settings.weight)
 
     def _captures(self) -> bool:
-        return self.device.type == "cuda"
+        return self.device.type == "cuda" and self.recipe.capture == "auto"
 
     def _regularizer(self, settings: Regularize, steps_an_epoch: int) -> Regularizer:
         made = Regularizer(
@@ -237,8 +269,12 @@ class Run:
             made.load_state_dict(self.state.regularizer)
         return made
 
-    def _groups(self, names: str) -> Any:
-        return names
+    def _groups(self, names: str) -> list[str | Grouping]:
+        """The groupings of a recipe's words; coupled groups need the network's graph."""
+        return [self._coupled() if name == "coupled" else name for name in names.split("+")]
+
+    def _coupled(self) -> Coupled:
+        return Coupled(self.model, self.data.floats(self.data.test_x[:1]))
 
     @torch.inference_mode()
     def accuracy(self, x: Tensor, y: Tensor, batch: int = 1000) -> float:
@@ -269,13 +305,13 @@ class Run:
         checkpoint.save(self.folder.checkpoints, tensors, asdict(self.state))
         self._saved = time.monotonic()
 
-    def _load_weights(self, path: Path) -> None:
-        tensors = checkpoint.read_weights(path)
-        try:
-            self.model.load_state_dict(tensors)
-        except RuntimeError as why:
-            first = str(why).splitlines()[-1].strip()
-            raise UserError(f"pretrain.checkpoint {path}: does not fit the model: {first}") from None
+
+def _load_weights(model: nn.Module, path: Path, key: str) -> None:
+    tensors = checkpoint.read_weights(path)
+    try:
+        model.load_state_dict(tensors)
+    except RuntimeError as why:
+        raise UserError(f"{key} {path}: does not fit the model: {str(why).splitlines()[-1].strip()}") from None
 
 
 def _renamed(settings: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,172 @@
+"""Many runs of one recipe at once: a grid of overrides, a process a run, a table at the end.
+
+Each member is an ordinary `deephoyer run` in a folder of its own, so it can be resumed, shown and verified like
+any other, and one that fails leaves the others alone. Several processes share one GPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from rich.live import Live
+from rich.table import Table
+
+from deephoyer.errors import UserError
+from deephoyer.train import recipe as recipes
+from deephoyer.train.progress import describe
+
+
+@dataclass
+class Member:
+    """One run of the sweep."""
+
+    overrides: list[str]
+    folder: Path
+    process: subprocess.Popen[bytes] | None = None
+    log: IO[bytes] | None = None
+    status: int | None = None
+
+    @property
+    def title(self) -> str:
+        return " ".join(self.overrides) or "as it is"
+
+    def line(self) -> str:
+        """What it is doing now."""
+        if self.status is not None:
+            return "done" if self.status == 0 else f"failed: {self.last_words()}"
+        if self.process is None:
+            return "waits"
+        last = _last_line(self.folder / "metrics.jsonl")
+        if not last:
+            return "starts"
+        try:
+            metrics = json.loads(last)
+            return f"{metrics['stage']} {metrics['epoch']}: {describe(metrics)}"
+        except (ValueError, KeyError):
+            return "runs"
+
+    def last_words(self) -> str:
+        return _last_line(self.folder / "log.txt") or f"exit status {self.status}"
+
+    def result(self) -> dict[str, Any] | None:
+        path = self.folder / "summary.json"
+        return json.loads(path.read_text(encoding="utf-8")) if self.status == 0 and path.exists() else None
+
+
+def members(recipe: str, overrides: Sequence[str], grid: Iterable[str], folder: Path) -> list[Member]:
+    """Every combination of the grid's values, each checked before anything starts.
+
+    >>> [m.title for m in members("demo", [], ["seed=0,1"], Path("runs"))]
+    ['seed=0', 'seed=1']
+    """
+    axes = []
+    for axis in grid:
+        key, equals, values = axis.partition("=")
+        if not equals or not key or not values:
+            raise UserError(f"--grid {axis!r}: write key=value,value,… like regularize.strength=1e-4,2e-4.")
+        axes.append([f"{key}={value}" for value in values.split(",")])
+    made = []
+    for chosen in itertools.product(*axes):
+        every = [*overrides, *chosen]
+        recipes.read(recipe, every)
+        made.append(Member(list(chosen), folder / recipes.folder_name(recipe, every)))
+    if len({m.folder for m in made}) < len(made):
+        raise UserError("--grid: a value stands twice.")
+    return made
+
+
+def run_all(recipe: str, overrides: Sequence[str], team: Sequence[Member], jobs: int, show: Live | None) -> None:
+    """Runs the members, `jobs` at a time. On Ctrl-C they are stopped too; the same sweep goes on later."""
+    waiting = list(team)
+    try:
+        while waiting or any(m.process is not None and m.status is None for m in team):
+            running = [m for m in team if m.process is not None and m.status is None]
+            while waiting and len(running) < jobs:
+                running.append(_start(recipe, overrides, waiting.pop(0)))
+            for member in running:
+                assert member.process is not None and member.log is not None
+                member.status = member.process.poll()
+                if member.status is not None:
+                    member.log.close()
+            if show is not None:
+                show.update(progress_table(team))
+            time.sleep(0.2)
+    except KeyboardInterrupt:
+        for member in team:
+            if member.process is not None and member.process.poll() is None:
+                member.process.send_signal(signal.SIGINT)
+                member.process.wait()
+        raise
+
+
+def _start(recipe: str, overrides: Sequence[str], member: Member) -> Member:
+    member.folder.mkdir(parents=True, exist_ok=True)
+    member.log = open(member.folder / "log.txt", "wb")  # noqa: SIM115 (closed when the process ends)
+    words = [
+        sys.executable,
+        "-m",
+        "deephoyer",
+        "run",
+        recipe,
+        *overrides,
+        *member.overrides,
+        "--out",
+        str(member.folder),
+    ]
+    # Ctrl-C reaches the members through us, once, and not through the terminal as well.
+    member.process = subprocess.Popen(words, stdout=member.log, stderr=subprocess.STDOUT, start_new_session=True)
+    return member
+
+
+def default_jobs() -> int:
+    """Small networks leave most of a GPU idle; on CPUs two trainings at once only get in each other's way."""
+    return max(1, min(16, (os.cpu_count() or 2) // 2)) if torch.cuda.is_available() else 1
+
+
+def progress_table(team: Sequence[Member]) -> Table:
+    table = Table(box=None, show_header=False, padding=(0, 1))
+    for member in team:
+        table.add_row(member.title, member.line())
+    return table
+
+
+def result_table(team: Sequence[Member]) -> Table:
+    """What came out, a row a member."""
+    table = Table(title="sweep", title_justify="left")
+    for title in ("", "nonzeros", "density", "structure", "MACs, paper's counting", "dense", "finetuned"):
+        table.add_column(title, justify="left" if not title else "right")
+    for member in team:
+        record = member.result()
+        if record is None:
+            table.add_row(member.title, member.line(), "", "", "", "", "")
+            continue
+        total, accuracy = record["sparse"]["total"], record["accuracy"]
+        table.add_row(
+            member.title,
+            f"{total['nonzeros']:,}",
+            f"{total['nonzeros'] / total['weights']:.2%}",
+            record["sparse"]["structure"] or "",
+            f"{total['macs_paper']:,}",
+            f"{accuracy['dense']:.2%}",
+            f"{accuracy['finetuned']:.2%}",
+        )
+    return table
+
+
+def _last_line(path: Path) -> str:
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    except OSError:
+        return ""
+    return lines[-1] if lines else ""
