@@ -173,11 +173,12 @@ def test_layers_that_share_a_weight_lose_the_same_channels():
     assert sorted(unit.names) == ["a.bias", "a.weight", "b.bias", "c.weight"]
 
 
-def test_a_parameter_free_shortcut_parts_the_stages():
+def test_a_parameter_free_shortcut_passes_its_channels_on_to_the_next_stage():
     found = units(make("resnet-20"), torch.randn(1, 3, 32, 32))
-    assert found["conv1"].count == 16 and len(found) == 12
-    assert not any(name.startswith("layer2.0.conv2") for name in found["conv1"].names)
-    assert "layer2.0.conv1.weight" in found["conv1"].names
+    assert [u.count for n, u in found.items() if n.startswith("conv1")] == [16]
+    assert {"layer1.0.conv2.weight", "layer2.0.conv2.weight", "layer3.0.conv2.weight"} <= set(found["conv1"].names)
+    assert groups_of(found["conv1"], "layer2.0.conv2.weight") == [-1] * 8 + list(range(16)) + [-1] * 8
+    assert sorted(u.count for u in found.values()) == [16] * 5 + [32] * 4 + [64] * 3
 
 
 @pytest.mark.parametrize("name", ["resnet18", "vgg11_bn", "mobilenet_v2", "densenet121"])

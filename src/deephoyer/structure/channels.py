@@ -84,17 +84,40 @@ class ChannelSet:
 
 @dataclass
 class ChannelGraph:
-    """For each place the channel at each index; channels are numbered from 0."""
+    """For each place the channel at each index; channels are numbered from 0.
+
+    `wires` are pairs of channels where one is passed on as the other without any weight: either can be
+    taken out by itself, but zeroing all weights of one does not silence it.
+    """
 
     layers: dict[Place, Tensor] = field(default_factory=dict)
     loose: dict[Place, Tensor] = field(default_factory=dict)
     fixed: dict[int, str] = field(default_factory=dict)
     touched: dict[str, set[int]] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)
+    wires: list[tuple[int, int]] = field(default_factory=list)
     count: int = 0
 
     def places(self) -> dict[Place, Tensor]:
         return {**self.layers, **self.loose}
+
+    def wired(self) -> ChannelGraph:
+        """The graph in which channels that are passed on as each other are one."""
+        joined = Joined()
+        nodes = joined.new(self.count)
+        if self.wires:
+            ends = torch.tensor(self.wires)
+            joined.join(nodes[ends[:, 0]], nodes[ends[:, 1]])
+        roots = joined.find(nodes)
+        known = roots.unique()
+        to = torch.searchsorted(known, roots)
+        return ChannelGraph(
+            layers={place: to[channels] for place, channels in self.layers.items()},
+            loose={place: to[channels] for place, channels in self.loose.items()},
+            fixed={int(to[channel]): why for channel, why in self.fixed.items()},
+            order=self.order,
+            count=len(known),
+        )
 
     def sets(self) -> list[ChannelSet]:
         """The channels by where they lie, in the order of the network; fixed ones in sets of their own."""

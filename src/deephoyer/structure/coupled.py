@@ -37,11 +37,12 @@ class Coupled(Grouping):
     def __init__(self, model: nn.Module, example_inputs: Inputs):
         self.model = model
         self.graph = proven(model, example_inputs)
+        self._wired = self.graph.wired()
 
     @property
     def sets(self) -> list[ChannelSet]:
         """All sets of channels; one that must stay says why in its `reason`."""
-        return self.graph.sets()
+        return self._wired.sets()
 
     def units(self, weights: Sequence[Weight] = ()) -> list[Unit]:
         """One unit for each removable set. Biases and norms belong to it, so `weights` are not asked.
@@ -58,12 +59,12 @@ class Coupled(Grouping):
         return units
 
     def _parts(self, one: ChannelSet) -> list[Slices]:
-        group = torch.full((self.graph.count,), -1)
+        group = torch.full((self._wired.count,), -1)
         group[torch.tensor(one.channels)] = torch.arange(len(one.channels))
         named = dict(self.model.named_parameters(remove_duplicate=False))
         parts: list[Slices] = []
         for place in one.places:
-            bins = group[self.graph.places()[place]]
+            bins = group[self._wired.places()[place]]
             parts += self._slices(place, bins, named)
         return list({(id(p.tensor), p.keep): p for p in reversed(parts)}.values())[::-1]  # shared ones once
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from deephoyer.errors import UserError
 from deephoyer.structure.channels import ChannelGraph, Place
 from deephoyer.structure.inputs import Inputs, call, tensors_in
-from deephoyer.structure.layers import CONV, Kind, by_blocks, channel_dim, kind_of, size
+from deephoyer.structure.layers import CONV, WIRING, Kind, by_blocks, channel_dim, kind_of, size
 from deephoyer.structure.numbers import Numbers
 from deephoyer.structure.operations import Operation, account
 
@@ -193,14 +193,23 @@ class Follower(TorchDispatchMode):
         known = torch.unique(torch.cat([torch.zeros(0, dtype=torch.long), *roots.values()]))
         number = {root: i for i, root in enumerate(known.tolist())}
         seen = {name: find(torch.cat(nodes)).unique().tolist() for name, nodes in self._seen.items() if nodes}
+        layers = {p: torch.searchsorted(known, roots[p]) for p in self.layers}
         return ChannelGraph(
-            layers={p: torch.searchsorted(known, roots[p]) for p in self.layers},
+            layers=layers,
             loose={p: torch.searchsorted(known, roots[p]) for p in loose},
             fixed={number[root]: why for root, why in self.n.joined.reasons().items() if root in number},
             touched={name: {number[r] for r in nodes if r in number} for name, nodes in seen.items()},
             order=list(dict.fromkeys(name for name, _ in self.layers)),
+            wires=[pair for name in self._modules for pair in self._wires(name, layers)],
             count=len(known),
         )
+
+    def _wires(self, name: str, layers: dict[Place, Tensor]) -> Iterator[tuple[int, int]]:
+        module: Any = self._modules[name]
+        if kind_of(module) is WIRING and (name, "out") in layers:
+            for out, source in zip(layers[name, "out"].tolist(), module.source, strict=True):
+                if source >= 0:
+                    yield int(layers[name, "in"][source]), out
 
     def _lay(self, name: str, whole: Tensor) -> Iterator[tuple[Place, Tensor]]:
         """The dimension of a loose tensor along which channels lie; where there is no such one, they stay."""

@@ -72,13 +72,17 @@ class Constant(nn.Module):
             self.register_buffer("value", value.detach().clone())
 
     def forward(self, x: Tensor) -> Tensor:
+        # A copy, because what comes next may write in place.
         if self.kind == "linear":
-            return self.value.expand(*x.shape[:-1], -1)
+            return self.value.expand(*x.shape[:-1], -1).clone()
         if self.places is None:
-            return self.value.view(-1, *([1] * (x.dim() - 2))).expand(x.shape[0], -1, *x.shape[2:])
+            return self.value.view(-1, *([1] * (x.dim() - 2))).expand(x.shape[0], -1, *x.shape[2:]).clone()
         n = len(self.places)
         shape = [(x.shape[d - n] + w["pad"] - w["reach"]) // w["stride"] + 1 for d, w in enumerate(self.places)]
-        return self.value.view(-1, *([1] * n)).expand(*x.shape[: -n - 1], -1, *shape)
+        return self.value.view(-1, *([1] * n)).expand(*x.shape[: -n - 1], -1, *shape).clone()
+
+    def extra_repr(self) -> str:
+        return f"{self.value.numel()}, for a {self.kind} layer"
 
 
 def _windows(layer: Any) -> list[dict[str, int]]:

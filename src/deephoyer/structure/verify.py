@@ -28,6 +28,7 @@ class Differs(UserError):
 
 def error(a: Tensor, b: Tensor) -> float:
     """The largest difference, relative to the scale of `a`; infinite where shapes or NaNs differ."""
+    a, b = a.detach(), b.detach()
     if a.shape != b.shape or a.dtype != b.dtype:
         return float("inf")
     if a.numel() == 0:
