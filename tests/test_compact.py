@@ -302,7 +302,7 @@ def test_a_network_that_never_gives_the_same_twice_is_refused_by_name():
             return x + torch.randn_like(x)
 
     net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2), Noise())
-    with pytest.raises(UserError, match="'?3'?"):
+    with pytest.raises(UserError, match="3"):
         compact(net, torch.randn(2, 3))
 
 

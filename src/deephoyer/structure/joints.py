@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deephoyer.structure.layers import CONV, LINEAR, Kind, Renewed, channel_dim, cut, kind_of, nonzero, size
+from deephoyer.structure.layers import CONV, LINEAR, Kind, Renewed, channel_dim, cut, kind_of, nonzero, put, size
 
 
 class Gather(nn.Module):
@@ -109,20 +109,42 @@ def replace(model: nn.Module, name: str, new: nn.Module) -> None:
 def gather(layer: nn.Module, inputs: bool = True, outputs: bool = True) -> Gather | None:
     """The layer with only its live inputs and outputs, behind a joint; None where all are live, or none."""
     kind = kind_of(layer)
-    if kind not in (LINEAR, CONV) or getattr(layer, "groups", 1) != 1:
+    if kind not in (LINEAR, CONV):
         return None
     assert kind is not None
     keep: dict[str, Tensor] = {}
     for side, wanted in (("in", inputs), ("out", outputs)):
-        live = nonzero(layer, kind, side)
+        live = _fullest(nonzero(layer, kind, side), int(getattr(layer, "groups", 1)))
         if wanted and not live.all() and live.any():
             keep[side] = torch.nonzero(live).flatten()
     if not keep:
         return None
     write, fill = _layout(layer, kind, keep)
     width = size(layer, kind, "in")
-    cut(layer, kind, keep, Renewed())
+    _narrow(layer, kind, keep)
     return Gather(layer, keep.get("in"), write, fill, width)
+
+
+def _fullest(live: Tensor, groups: int) -> Tensor:
+    """Groups of a convolution stay equally wide: each keeps as many channels as the fullest needs."""
+    rows = live.view(groups, -1)
+    most = int(rows.sum(1).max())
+    first = rows.int().argsort(dim=1, descending=True, stable=True)[:, :most]
+    return torch.zeros_like(rows).scatter(1, first, True).flatten()
+
+
+def _narrow(layer: Any, kind: Kind, keep: dict[str, Tensor]) -> None:
+    """Cuts a layer; in a grouped convolution each group may lose other channels than the next."""
+    groups = getattr(layer, "groups", 1)
+    if groups > 1 and "in" in keep:
+        per = layer.in_channels // groups
+        columns = (keep["in"] % per).view(groups, 1, -1, *([1] * (layer.weight.dim() - 2)))
+        blocks = layer.weight.detach().unflatten(0, (groups, -1))
+        index = columns.expand(-1, blocks.shape[1], -1, *blocks.shape[3:])
+        put(layer, "weight", blocks.gather(2, index).flatten(0, 1), Renewed())
+        layer.in_channels = len(keep["in"])
+        keep = {side: index for side, index in keep.items() if side == "out"}
+    cut(layer, kind, keep, Renewed())
 
 
 def _layout(layer: nn.Module, kind: Kind, keep: dict[str, Tensor]) -> tuple[Tensor | None, Tensor | None]:
