@@ -1,6 +1,7 @@
 """deephoyer: make neural networks sparse, small and fast while they train."""
 
 from deephoyer.errors import UserError
+from deephoyer.export import export, load, save
 from deephoyer.groups import Channels, Elements, Filters, Grouping, IndexGroups
 from deephoyer.masks import Masks, prune
 from deephoyer.penalties import (
@@ -19,12 +20,15 @@ from deephoyer.penalties import (
 )
 from deephoyer.regularizer import Regularizer
 from deephoyer.rules import Absolute, Density, PerLayer, StdRatio
+from deephoyer.structure import Coupled, compact
+from deephoyer.summary import summary
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Absolute",
     "Channels",
+    "Coupled",
     "Density",
     "Elements",
     "Filters",
@@ -43,9 +47,14 @@ __all__ = [
     "TransformedL1",
     "TrimmedL1",
     "UserError",
+    "compact",
+    "export",
     "hoyer",
     "hoyer_measure",
     "hoyer_square",
+    "load",
     "prune",
+    "save",
+    "summary",
     "trimming_threshold",
 ]

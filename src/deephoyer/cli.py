@@ -145,6 +145,70 @@ def show(folder: Annotated[Path, typer.Argument(help="the folder of a finished r
     _show(RunFolder(folder).read_json("summary.json"), folder)
 
 
+Stored = Annotated[Path, typer.Argument(help="a run's folder, or a .safetensors file")]
+ModelName = Annotated[str | None, typer.Option("--model", help="which model, for a file that does not say it")]
+
+
+@app.command()
+def compact(
+    source: Stored,
+    target: Annotated[
+        Path | None, typer.Option("--out", help="the file to write; compact.safetensors beside it")
+    ] = None,
+    joints: Annotated[str, typer.Option(help="none, or gather: every layer keeps only its own live channels")] = "none",
+    model: ModelName = None,
+) -> None:
+    """Takes out of a stored network what is dead in it, compares the outputs, and writes the smaller one."""
+    from deephoyer.export import provenance, save
+    from deephoyer.structure import compact as smaller
+    from deephoyer.structure import compact_report
+    from deephoyer.summary import summary as measure
+    from deephoyer.train.stored import open_network
+
+    network, example = open_network(source, model)
+    small = smaller(network, example, joints=joints)
+    place = target or (source if source.is_dir() else source.parent) / "compact.safetensors"
+    origin = provenance(source / "finetuned.safetensors" if source.is_dir() else source) if model is None else None
+    size = save(small, place, provenance=origin)
+    out.print(measure(small, example, baseline=network).comparison(), highlight=False)
+    report = compact_report(small)
+    for layer, (count, why) in report.kept.items():
+        out.print(f"kept: {count} constant channels into {layer}: {why}", highlight=False)
+    out.print(
+        f"{report.removed:,} channels removed, largest difference {report.error:.1e}; wrote {place}, {size:,} bytes"
+    )
+
+
+@app.command()
+def export(
+    source: Stored,
+    target: Annotated[Path, typer.Argument(help="the .onnx file to write")],
+    model: ModelName = None,
+) -> None:
+    """Writes a stored network as ONNX, runs that with onnxruntime and compares the outputs."""
+    from deephoyer.export import export as to_onnx
+    from deephoyer.train.stored import open_network
+
+    network, example = open_network(source, model)
+    difference = to_onnx(network, example, target)
+    out.print(f"wrote {target}; onnxruntime's outputs differ by {difference:.1e} at most", highlight=False)
+
+
+@app.command()
+def summary(
+    source: Stored,
+    baseline: Annotated[Path | None, typer.Option(help="a network to compare it to")] = None,
+    model: ModelName = None,
+) -> None:
+    """Counts and times a stored network, next to another if one is given."""
+    from deephoyer.summary import summary as measure
+    from deephoyer.train.stored import open_network
+
+    network, example = open_network(source, model)
+    other = open_network(baseline, model)[0] if baseline else None
+    out.print(measure(network, example, baseline=other), highlight=False)
+
+
 @app.command()
 def version() -> None:
     """Prints the version."""

@@ -7,21 +7,19 @@ known to `run.py` only.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import safetensors
 import safetensors.torch
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from deephoyer.errors import UserError
+from deephoyer.export import container, load
 from deephoyer.files import write_atomically
 
-FORMAT = "deephoyer-run-1"
+KIND = "run"
 KEPT = 2
 
 
@@ -31,9 +29,7 @@ def save(folder: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) 
     have = numbers(folder)
     path = folder / f"{(have[-1] if have else 0) + 1:06d}.safetensors"
     flat = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
-    text = json.dumps(state, sort_keys=True)
-    header = {"format": FORMAT, "state": text, "digest": _digest(flat, text)}
-    write_atomically(path, safetensors.torch.save(flat, header))
+    write_atomically(path, container.seal(flat, {"kind": KIND, "state": dict(state)}))
     for number in have[: 1 - KEPT]:
         (folder / f"{number:06d}.safetensors").unlink(missing_ok=True)
     return path
@@ -59,26 +55,10 @@ def newest(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any], list[str]] 
 
 def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors and the state of a checkpoint, or a `UserError` that says what is wrong with it."""
-    try:
-        with safetensors.safe_open(path, framework="pt") as file:
-            header = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (OSError, safetensors.SafetensorError, ValueError) as why:
-        raise UserError(f"checkpoint {path} can't be read: {why}.") from None
-    if header.get("format") != FORMAT:
-        raise UserError(f"checkpoint {path} is not one of a deephoyer run.")
-    if _digest(tensors, header.get("state", "")) != header.get("digest"):
-        raise UserError(f"checkpoint {path} is damaged: its content does not match its digest.")
-    return tensors, json.loads(header["state"])
-
-
-def _digest(tensors: Mapping[str, Tensor], text: str) -> str:
-    digest = hashlib.sha256(text.encode())
-    for name in sorted(tensors):
-        t = tensors[name]
-        digest.update(f"{name} {t.dtype} {tuple(t.shape)}".encode())
-        digest.update(t.reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+    tensors, manifest = container.unseal(path)
+    if manifest.get("kind") != KIND:
+        raise UserError(f"{path} is not a checkpoint of a run.")
+    return tensors, manifest["state"]
 
 
 def flatten(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -97,16 +77,19 @@ def unflatten(tensors: Mapping[str, Tensor], rest: Mapping[str, Any], fresh: Map
     return {"state": state, "param_groups": fresh["param_groups"]}
 
 
-def write_weights(path: Path, model: torch.nn.Module) -> None:
+def write_weights(path: Path, model: nn.Module) -> None:
     """The weights alone, as plain safetensors that any program can read."""
     write_atomically(path, safetensors.torch.save({n: t.cpu().contiguous() for n, t in model.state_dict().items()}))
 
 
-def read_weights(path: Path) -> dict[str, Tensor]:
-    """Weights from plain safetensors; anything else is refused."""
+def fill(model: nn.Module, path: Path, key: str) -> None:
+    """Weights for the whole model from a file: plain safetensors, or one that `deephoyer.save` wrote."""
     try:
-        return safetensors.torch.load(path.read_bytes())
-    except OSError as why:
-        raise UserError(f"checkpoint {path}: can't be read: {why.strerror}.") from None
-    except (safetensors.SafetensorError, ValueError, KeyError) as why:
-        raise UserError(f"checkpoint {path}: is not whole safetensors: {why}.") from None
+        with safetensors.safe_open(path, framework="pt") as file:
+            ours = (file.metadata() or {}).get("format") == container.FORMAT
+        state = load(path, model).state_dict() if ours else safetensors.torch.load(path.read_bytes())
+        model.load_state_dict(state)
+    except (OSError, safetensors.SafetensorError) as why:
+        raise UserError(f"{key}: {path} can't be read: {why}.") from None
+    except RuntimeError as why:
+        raise UserError(f"{key}: {path} does not fit the model: {str(why).splitlines()[-1].strip()}") from None

@@ -101,7 +101,7 @@ class Run:
     def _build(self) -> None:
         self.data: Dataset = datasets.load(**_renamed(named(self.recipe.data))).to(self.device).in_floats()
         torch.manual_seed(batches.seed_of(self.recipe.seed, "weights"))
-        self.model: nn.Module = models.make(**_renamed(named(self.recipe.model))).to(self.device)
+        self.model = self.fresh_model()
         if self.recipe.channels_last:
             self.model = self.model.to(memory_format=torch.channels_last)
         count = len(self.data.train_x)
@@ -140,11 +140,12 @@ class Run:
         else:
             settings = getattr(self.recipe, stage)
             if stage == "pretrain" and settings.checkpoint:
-                _load_weights(self.model, Path(settings.checkpoint), "pretrain.checkpoint")
+                checkpoint.fill(self.model, Path(settings.checkpoint), "pretrain.checkpoint")
             else:
                 self._train(stage, settings, resumed, began - spent)
             title = {"pretrain": "dense", "regularize": "regularized", "finetune": "finetuned"}[stage]
-            checkpoint.write_weights(self.folder / f"{title}.safetensors", self.model)
+            if stage != "finetune":
+                checkpoint.write_weights(self.folder / f"{title}.safetensors", self.model)
         self.state.accuracy[title] = self.accuracy(self.data.test_x, self.data.test_y)
         self.state.seconds[stage] = time.monotonic() - began + spent
         self._advance()
@@ -248,7 +249,7 @@ class Run:
         made = []
         for path in settings.checkpoints:
             teacher = models.make(**_renamed(named(settings.model))).to(self.device)
-            _load_weights(teacher, Path(path), "distill.checkpoints")
+            checkpoint.fill(teacher, Path(path), "distill.checkpoints")
             made.append(teacher)
         self.progress.note(f"asks {len(made)} teachers for every image")
         recipe = self.recipe
@@ -276,15 +277,19 @@ class Run:
     def _coupled(self) -> Coupled:
         return Coupled(self.model, self.data.floats(self.data.test_x[:1]))
 
-    @torch.inference_mode()
-    def accuracy(self, x: Tensor, y: Tensor, batch: int = 1000) -> float:
+    def accuracy(self, x: Tensor, y: Tensor) -> float:
         """The share of images that the model gets right, in eval mode."""
-        self.model.eval()
-        right = sum(
-            (self.model(self.data.floats(x[i : i + batch])).argmax(1) == y[i : i + batch]).sum()
-            for i in range(0, len(x), batch)
-        )
-        return int(right) / len(x)
+        return int((self.predictions(self.model, x) == y).sum()) / len(x)
+
+    @torch.inference_mode()
+    def predictions(self, model: nn.Module, x: Tensor, batch: int = 1000) -> Tensor:
+        """The class that a model takes each image for, in eval mode."""
+        model.eval()
+        return torch.cat([model(self.data.floats(part)).argmax(1) for part in x.split(batch)])
+
+    def fresh_model(self) -> nn.Module:
+        """A newly made network of the recipe's kind, where the run takes place."""
+        return models.make(**_renamed(named(self.recipe.model))).to(self.device)
 
     # Saving
 
@@ -304,14 +309,6 @@ class Run:
         self.state.metrics_size = self.folder.metrics_size()
         checkpoint.save(self.folder.checkpoints, tensors, asdict(self.state))
         self._saved = time.monotonic()
-
-
-def _load_weights(model: nn.Module, path: Path, key: str) -> None:
-    tensors = checkpoint.read_weights(path)
-    try:
-        model.load_state_dict(tensors)
-    except RuntimeError as why:
-        raise UserError(f"{key} {path}: does not fit the model: {str(why).splitlines()[-1].strip()}") from None
 
 
 def _renamed(settings: dict[str, Any]) -> dict[str, Any]:
