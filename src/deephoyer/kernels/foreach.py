@@ -38,7 +38,7 @@ class Foreach(Passes):
         if times is not None:
             scales = scales * times.to(scales)
         lines = _lines(plan, sums, scales)
-        for i, element in enumerate(plan.elements):
+        for i, element in reversed(list(enumerate(plan.elements))):  # what was read last may still be in a cache
             weight, grad = pairs[element.at]
             assert grad is not None
             penalty = element.term.penalty
@@ -70,7 +70,7 @@ class Foreach(Passes):
     def add_slices_(self, plan: Plan, pairs: list[Pair], squares: Tensor, times: Tensor | None) -> None:
         assert plan.slices is not None
         c = plan.slices.coefficients(squares, times)
-        for piece in plan.pieces:
+        for piece in reversed(plan.pieces):
             weight, grad = pairs[piece.at]
             if grad is None:
                 continue

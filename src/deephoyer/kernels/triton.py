@@ -87,7 +87,7 @@ class Triton(Passes):
         if sums is None:  # a separable penalty doesn't look at them
             sums = torch.empty(2, len(plan.elements), dtype=plan.dtype, device=plan.device)
         times = _desk(plan).one if times is None else times
-        for launch in table.launches:
+        for launch in reversed(table.launches):
             kind, p0, p1 = kind_of(launch.penalty) or (0, 0.0, 0.0)
             triton_elements.element_add[(launch.end - launch.begin,)](
                 weights, grads, table.chunk_of, table.first, table.lengths, sums, scales, times,
@@ -118,7 +118,7 @@ class Triton(Passes):
     def add_slices_(self, plan: Plan, pairs: list[Pair], squares: Tensor, times: Tensor | None) -> None:
         table, (weights, grads, scales) = _desk(plan).found.pop("slices")
         c = self._coefficients(plan, table, scales, squares, times)
-        for launch in table.launches:
+        for launch in reversed(table.launches):
             if launch.grad is not None:
                 triton_slices.tile_add[(launch.end - launch.begin,)](
                     weights, grads, table.tile_of, table.matrices, c, launch.begin,

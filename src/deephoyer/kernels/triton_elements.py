@@ -79,8 +79,8 @@ def element_add(
     DTYPE: tl.constexpr, GRAD: tl.constexpr, WIDE: tl.constexpr, SCALE: tl.constexpr, ALIGNED: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, P0: tl.constexpr, P1: tl.constexpr,
 ):  # fmt: skip
-    """grad += scale · p'(|w|) · sign(w), in place."""
-    chunk = begin + tl.program_id(0)
+    """grad += scale · p'(|w|) · sign(w), in place; backwards, for what the sums read last may still be in the cache."""
+    chunk = begin + tl.num_programs(0) - 1 - tl.program_id(0)
     t, start, left = find_chunk(chunk_of, first, lengths, chunk, ALIGNED, CHUNK)
     w = pointer(weights, t, start, DTYPE, ALIGNED)
     g = pointer(grads, t, start, GRAD, ALIGNED)

@@ -120,8 +120,8 @@ def tile_add(
     DTYPE: tl.constexpr, GRAD: tl.constexpr, WIDE: tl.constexpr, ALIGNED: tl.constexpr,
     TALL: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """grad += (c of the row + c of the column's channel) · w, in place."""
-    tile = begin + tl.program_id(0)
+    """grad += (c of the row + c of the column's channel) · w, in place; backwards, as in `element_add`."""
+    tile = begin + tl.num_programs(0) - 1 - tl.program_id(0)
     m, fields, band, columns, group, down, across = find_tile(tile_of, matrices, tile, ALIGNED, TALL, WIDTH)
     w = pointer(weights, m, 0, DTYPE, ALIGNED)
     g = pointer(grads, m, 0, GRAD, ALIGNED)
