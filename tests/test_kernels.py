@@ -29,6 +29,11 @@ SLACK = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 4e-3, torch.bf
 EXAMPLES = 10 if INTERPRETED else 40  # the interpreter takes its time
 
 
+needs_cuda = pytest.mark.skipif(
+    not torch.cuda.is_available() or INTERPRETED or not HAS_TRITON, reason="for CUDA and Triton"
+)
+
+
 def device_of(backend):
     return "cuda" if backend == "triton" and not INTERPRETED else "cpu"
 
@@ -203,6 +208,48 @@ def test_a_loss_scale_multiplies_the_gradient(backend):
     with torch.no_grad():
         reg._backend.add_grad_(torch.tensor(8.0, device=model.weight.device))
     torch.testing.assert_close(model.weight.grad.double().cpu(), 8 * want, rtol=1e-4, atol=1e-7)
+
+
+@needs_cuda
+@pytest.mark.parametrize("groups", ["elements", "filters"])
+def test_more_than_two_billion_weights(groups):
+    model = nn.Linear(1, 1, bias=False)
+    model.weight = nn.Parameter(torch.zeros(32769, 65536, dtype=torch.bfloat16, device="cuda"))
+    model.weight.data[0, 0], model.weight.data[-1, -1] = 1, 3
+    dh.Regularizer(model, "hoyer-square", groups, 1.0, backend="triton").add_grad_()
+    grad = model.weight.grad
+    ends = torch.stack([grad[0, 0], grad[-1, -1]]).float().cpu()  # S₁ = 4 and S₂ = 10, so A = 0.8 and B = 0.32
+    torch.testing.assert_close(ends, torch.tensor([0.48, -0.16]), rtol=1e-2, atol=0)
+    assert grad.count_nonzero() == 2
+
+
+@needs_cuda
+@pytest.mark.parametrize("groups", ["elements", "filters+channels"])
+def test_a_captured_step_follows_the_strength_and_nothing_waits(groups):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 48, bias=False), nn.Conv2d(8, 16, 3, bias=False)).cuda()
+    fill_grads(model)
+    reg = dh.Regularizer(model, "hoyer-square", groups, lambda step: 0.1 * (step + 1))
+    reg.add_grad_(advance=False)  # compiles, and builds the tables
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        reg.add_grad_(advance=False)
+        model.zero_grad(set_to_none=True)
+        reg.add_grad_(advance=False)  # to gradients that are elsewhere
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    model.zero_grad(set_to_none=True)
+    with torch.cuda.graph(graph):  # the gradients are allocated in the capture
+        reg.add_grad_(advance=False)
+    for step in range(3):
+        for p in model.parameters():
+            p.grad.zero_()
+        graph.replay()
+        for p, want in zip(model.parameters(), autograd(model, "hoyer-square", groups, 0.1 * (step + 1)), strict=True):
+            torch.testing.assert_close(p.grad.double().cpu(), want, rtol=1e-3, atol=1e-5)
+        reg.step()
 
 
 def test_a_frozen_weight_counts_but_gets_no_gradient():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from deephoyer.kernels.foreach import Foreach
@@ -21,7 +22,8 @@ class Auto:
 
     def __init__(self, terms: Sequence[Term]):
         self.terms = list(terms)
-        self._made: dict[str, Passes] = {}
+        self._first: torch.device | None = None
+        self._chosen: Passes | None = None
 
     @property
     def name(self) -> str:
@@ -35,19 +37,18 @@ class Auto:
         return self._now().shares()
 
     def _now(self) -> Passes:
+        first = self.terms[0].unit.tensors[0].device if self.terms else None
+        if self._chosen is None or first != self._first:  # a model moves as a whole
+            self._first, self._chosen = first, self._choose()
+        return self._chosen
+
+    def _choose(self) -> Passes:
         places = {t.device.type for term in self.terms for t in term.unit.tensors}
-        name = "triton" if places == {"cuda"} and _HAS_TRITON else "foreach"
-        if name not in self._made:
-            self._made[name] = _make(name, self.terms)
-        return self._made[name]
+        if places == {"cuda"} and _HAS_TRITON:
+            from deephoyer.kernels.triton import Triton
+
+            return Triton(self.terms)
+        return Foreach(self.terms)
 
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
-
-
-def _make(name: str, terms: list[Term]) -> Passes:
-    if name == "foreach":
-        return Foreach(terms)
-    from deephoyer.kernels.triton import Triton
-
-    return Triton(terms)

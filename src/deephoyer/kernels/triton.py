@@ -8,7 +8,6 @@ no waiting for the device, and no atomics. This file launches; the device code i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +19,6 @@ from torch import Tensor
 from deephoyer.kernels import triton_elements, triton_slices
 from deephoyer.kernels.addresses import AddressBook
 from deephoyer.kernels.passes import Pair, Passes, Plan
-from deephoyer.kernels.plain import Term
 from deephoyer.kernels.slices import one_penalty
 from deephoyer.kernels.tables import ChunkTable, TileTable, chunk_table, tile_table
 from deephoyer.kernels.triton_slopes import kind_of
@@ -52,10 +50,10 @@ class Triton(Passes):
 
     name = "triton"
 
-    def __init__(self, terms: Sequence[Term]):
-        super().__init__(terms)
-        # A compiler that traced a launch would see tables of addresses, not the gradients that are written.
-        self.add_grad_ = torch.compiler.disable(super().add_grad_)  # type: ignore[method-assign]
+    # A compiler that traced a launch would see tables of addresses, not the gradients that are written.
+    @torch.compiler.disable
+    def add_grad_(self, times: Tensor | None = None) -> None:
+        super().add_grad_(times)
 
     def _run(self, plan: Plan, pairs: list[Pair], times: Tensor | None) -> None:
         with torch.cuda.device(plan.device) if plan.device.type == "cuda" else nullcontext():
