@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from test_coupled import Attention
 from torch import Tensor, nn
 
 from deephoyer.errors import UserError
@@ -50,6 +51,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "mnasnet": (lambda: M.mnasnet0_5(num_classes=10), (3, 64, 64)),
     "googlenet": (lambda: M.googlenet(num_classes=10, aux_logits=False, init_weights=False), (3, 64, 64)),
     "vgg11_bn": (lambda: nn.Sequential(M.vgg11_bn().features, nn.Flatten(), nn.Linear(2048, 10)), (3, 64, 64)),
+    "attention heads": (lambda: Attention(fused=True), (5, 32)),
     "vit": (tiny_vit, (3, 32, 32)),
     "swin": (lambda: M.SwinTransformer([4, 4], 16, [1, 1], [2, 4], [4, 4], num_classes=10), (3, 32, 32)),
     "convnext": (tiny_convnext, (3, 64, 64)),

@@ -99,6 +99,34 @@ def test_shuffled_channels_keep_their_identity():
     assert groups_of(unit, "b.weight") == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
+class Attention(nn.Module):
+    """Self-attention whose number of heads follows from its layers; fused, or written out."""
+
+    def __init__(self, fused: bool, heads: int = 4, width: int = 8):
+        super().__init__()
+        self.fused, self.width = fused, width
+        self.q, self.k, self.v, self.out = (nn.Linear(heads * width, heads * width) for _ in range(4))
+        self.norm, self.head = nn.LayerNorm(heads * width), nn.Linear(heads * width, 3)
+
+    def forward(self, x):
+        q, k, v = (f(x).unflatten(-1, (-1, self.width)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        if self.fused:
+            y = F.scaled_dot_product_attention(q, k, v)
+        else:
+            y = (q @ k.transpose(-2, -1) / self.width**0.5).softmax(-1) @ v
+        return self.head(self.norm(x + self.out(y.transpose(1, 2).flatten(2))))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_attention_heads_go_whole_where_their_number_is_not_written_down(fused):
+    torch.manual_seed(0)
+    net = Attention(fused).double().eval()
+    (unit,) = units(net, torch.randn(2, 5, 32).double()).values()
+    assert unit.count == 4
+    assert set(unit.names) == {"q.weight", "q.bias", "k.weight", "k.bias", "v.weight", "v.bias", "out.weight"}
+    assert groups_of(unit, "q.weight") == [h for h in range(4) for _ in range(8)]
+
+
 def test_parameters_outside_layers_belong_to_their_channels():
     class Scaled(nn.Module):
         def __init__(self):

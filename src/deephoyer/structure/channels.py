@@ -97,9 +97,16 @@ class ChannelGraph:
     order: list[str] = field(default_factory=list)
     wires: list[tuple[int, int]] = field(default_factory=list)
     count: int = 0
+    ambiguous: bool = False
 
     def places(self) -> dict[Place, Tensor]:
         return {**self.layers, **self.loose}
+
+    def freedom(self) -> int:
+        """How many slices of layers are in channels that may go."""
+        free = torch.ones(self.count, dtype=torch.bool)
+        free[list(self.fixed)] = False
+        return sum(int(free[channels].sum()) for channels in self.layers.values())
 
     def wired(self) -> ChannelGraph:
         """The graph in which channels that are passed on as each other are one."""

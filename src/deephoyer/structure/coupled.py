@@ -20,6 +20,7 @@ from deephoyer.structure.cut import remove, spare_last, zero
 from deephoyer.structure.follow import CannotFollow, follow
 from deephoyer.structure.inputs import Inputs, one_sample
 from deephoyer.structure.layers import by_blocks, kind_of
+from deephoyer.structure.numbers import READINGS
 from deephoyer.structure.verify import Differs, same
 from deephoyer.weights import Weight
 
@@ -89,9 +90,18 @@ class Coupled(Grouping):
 
 
 def proven(model: nn.Module, inputs: Inputs) -> ChannelGraph:
-    """The channel graph of a model, less what a trial removal shows to be wrong."""
+    """The channel graph of a model; where it can be read in two ways, the one that leaves more to remove."""
     inputs = one_sample(inputs)
-    graph = follow(clean_copy(model), inputs)
+    best, *others = READINGS
+    graph = _proven(model, inputs, best)
+    if not graph.ambiguous:
+        return graph
+    return max([graph, *(_proven(model, inputs, other) for other in others)], key=ChannelGraph.freedom)
+
+
+def _proven(model: nn.Module, inputs: Inputs, reading: str) -> ChannelGraph:
+    """The graph in one reading, less what a trial removal shows to be wrong."""
+    graph = follow(clean_copy(model), inputs, reading)
     for _ in range(20):
         free = [one for one in graph.sets() if one.reason is None]
         try:

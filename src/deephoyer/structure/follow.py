@@ -27,9 +27,9 @@ class CannotFollow(UserError):
     """The network's channels can't be worked out; the message names the module."""
 
 
-def follow(model: nn.Module, inputs: Inputs) -> ChannelGraph:
+def follow(model: nn.Module, inputs: Inputs, reading: str = "larger") -> ChannelGraph:
     """The channels of a model in eval mode; the model must be a copy, since hooks are left on it."""
-    follower = Follower(model)
+    follower = Follower(model, reading)
     follower.begin(inputs)
     with torch.no_grad(), _plain_attention():
         try:
@@ -58,9 +58,9 @@ def _plain_attention() -> Iterator[None]:
 class Follower(TorchDispatchMode):
     """Sees every operation and every layer; `layers` collects the nodes at each place."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, reading: str) -> None:
         super().__init__()
-        self.n = Numbers(model)
+        self.n = Numbers(model, reading)
         self.layers: dict[Place, Tensor] = {}
         self._seen: dict[str, list[Tensor]] = {}
         self._stack: list[str] = []
@@ -202,6 +202,7 @@ class Follower(TorchDispatchMode):
             order=list(dict.fromkeys(name for name, _ in self.layers)),
             wires=[pair for name in self._modules for pair in self._wires(name, layers)],
             count=len(known),
+            ambiguous=self.n.ambiguous,
         )
 
     def _wires(self, name: str, layers: dict[Place, Tensor]) -> Iterator[tuple[int, int]]:

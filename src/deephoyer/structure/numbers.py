@@ -12,10 +12,18 @@ from deephoyer.structure.channels import Joined
 from deephoyer.structure.layers import loose_tensors
 
 
-class Numbers:
-    """Tensors and their numbers; `loose` holds those of parameters and buffers outside the layers."""
+READINGS = ("larger", "first")
 
-    def __init__(self, model: nn.Module) -> None:
+
+class Numbers:
+    """Tensors and their numbers; `loose` holds those of parameters and buffers outside the layers.
+
+    Where a dimension is seen as two, the code that does it knows one of the sizes and takes what is left
+    for the other. Which one can't be seen: `reading` says whether the larger or the first is what is left.
+    """
+
+    def __init__(self, model: nn.Module, reading: str = "larger") -> None:
+        self.reading, self.ambiguous = reading, False
         self.joined = Joined()
         self.loose: dict[str, Tensor] = {}
         # By identity; the tensors are held too, or another could get a dead one's id.

@@ -63,6 +63,8 @@ def _rule(op: Operation) -> Callable[[Numbers, Operation], None]:
         return RULES[name]
     if torch.Tag.pointwise in op.func.tags:
         return pointwise
+    if op.name.startswith("_scaled_dot_product"):
+        return attends
     return spatial if op.name.startswith(SPATIAL) else mixes
 
 
@@ -110,13 +112,14 @@ def splits(n: Numbers, op: Operation) -> None:
 
 
 def views(n: Numbers, op: Operation) -> None:
-    """A dimension seen as two: the larger of the two is the one that can shrink, evenly."""
+    """A dimension seen as two (groups to shuffle, heads): one can shrink, evenly; which, is the reading's choice."""
     before = n.of(op.args[0])
     after = before.reshape(op.out.shape)
     for dims in taken_apart(tuple(before.shape), tuple(after.shape)):
         varying = [d for d in dims if n.varies(after, d)]
         if len(varying) > 1:
-            shrinks = max(varying, key=lambda d: (after.shape[d], d))
+            n.ambiguous = True
+            shrinks = varying[0] if n.reading == "first" else max(varying, key=lambda d: (after.shape[d], d))
             for d in varying:
                 if d != shrinks:
                     n.joined.join(after, after.narrow(d, 0, 1).expand(after.shape))
@@ -230,12 +233,40 @@ def normalises(n: Numbers, op: Operation) -> None:
 
 
 def multiplies(n: Numbers, op: Operation) -> None:
-    """A product with weights that are no channels keeps the right side's columns (attention times values)."""
+    """Products of activations: heads stay heads, and attention times values keeps the values' columns."""
     left, right = (n.of(t) for t in op.given[:2])
-    if left.any() or n.varies(right, -2):
+    if not left.any() and not n.varies(right, -2):
+        n.set(op.out, right.narrow(-2, 0, 1).expand(op.out.shape))
+    elif _whole_heads(n, left) and _whole_heads(n, right):
+        n.set(op.out, _per_head(n, left, right).expand(op.out.shape))
+    else:
         mixes(n, op)
-        return
-    n.set(op.out, right.narrow(-2, 0, 1).expand(op.out.shape))
+
+
+def attends(n: Numbers, op: Operation) -> None:
+    """Fused attention: whole heads go together; else queries and keys stay, for their width sets the scale."""
+    query, key, value = (n.of(t) for t in op.given[:3])
+    out = op.outs[0]
+    if all(_whole_heads(n, numbers) for numbers in (query, key, value)) and query.any():
+        n.set(out, _per_head(n, query, key, value).expand(out.shape))
+    elif not n.varies(value, -2):
+        n.fix(op.given[:2], f"attention in {op.where} is scaled by their number")
+        n.set(out, value.narrow(-2, 0, 1).expand(out.shape))
+    else:
+        mixes(n, op)
+
+
+def _whole_heads(n: Numbers, numbers: Tensor) -> bool:
+    return not n.varies(numbers, -1) and not n.varies(numbers, -2)
+
+
+def _per_head(n: Numbers, *several: Tensor) -> Tensor:
+    """One number a head, the same for all the tensors."""
+    first, *others = (numbers[..., :1, :1] for numbers in several)
+    for other in others:
+        n.joined.join(first, other)
+        first = torch.where(first == 0, other, first)
+    return first
 
 
 SPATIAL = ("max_pool", "avg_pool", "adaptive_", "_adaptive_", "upsample_", "_upsample_", "reflection_", "replication_")
