@@ -8,7 +8,6 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from test_coupled import Attention
 from torch import Tensor, nn
 
 from deephoyer.errors import UserError
@@ -16,6 +15,7 @@ from deephoyer.models import make
 from deephoyer.structure import CannotFollow, Coupled, Differs, compact, compact_report
 from deephoyer.structure.joints import Constant
 from deephoyer.structure.verify import error
+from test_coupled import Attention
 
 torchvision = pytest.importorskip("torchvision")
 M = torchvision.models
@@ -267,6 +267,22 @@ def test_token_embeddings_lose_dead_dimensions():
     small = compact(net, tokens)
     assert small[0].embedding_dim == 4 and small[1].out_features == 3
     assert error(net(tokens), small(tokens)) < 1e-12
+
+
+def test_what_a_mask_decides_is_no_constant():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.mask, self.out = nn.Embedding(9, 4), nn.Linear(5, 4), nn.Linear(4, 2)
+
+        def forward(self, tokens, mask):
+            return self.out(self.words(tokens).mean(1) + self.mask(mask.to(self.mask.weight.dtype)))
+
+    net, tokens = Masked().double(), torch.randint(0, 9, (3, 5))
+    net.words.weight.data[:, :2] = 0
+    small = compact(net, (tokens, torch.ones(3, 5, dtype=torch.bool)))
+    other = torch.rand(3, 5) < 0.5
+    assert error(net(tokens, other), small(tokens, other)) < 1e-12
 
 
 def test_tied_layers_stay_tied():

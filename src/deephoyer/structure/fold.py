@@ -10,6 +10,7 @@ is kept, and reported, which stands for the others.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,7 +36,12 @@ def fold(model: nn.Module, inputs: Inputs) -> Folded:
     result = Folded()
     witness = _Witness(model)
     with torch.no_grad():
-        witness.run([inputs, random_like(inputs, 3)])
+        witness.run(inputs)
+        witness.run(random_like(inputs, 3))
+        if not all(t.is_floating_point() for t in tensors_in(inputs)):
+            # NaN can't stand for tokens and masks, so what depends on them must be seen to vary.
+            with suppress(Exception):
+                witness.run(random_like(inputs, 4, bold=True))
         shared = _shared(model)
         hooks = []
         for name, module in model.named_modules():
@@ -45,6 +51,8 @@ def fold(model: nn.Module, inputs: Inputs) -> Folded:
                 hooks.append(module.register_forward_hook(_spread(name, kind, seen, result), with_kwargs=True))
         try:
             call(model, pytree.tree_map(_unknown, inputs))
+        except Exception:
+            result.kept[""] = (0, "the network can't be run on NaN, so constants were folded only in part")
         finally:
             for hook in hooks:
                 hook.remove()
@@ -76,15 +84,14 @@ class _Witness:
         self.calls: dict[str, int] = {}
         self.range: dict[str, tuple[Tensor, Tensor]] = {}
 
-    def run(self, many: list[Inputs]) -> None:
-        for inputs in many:
-            self.calls = {}
-            hooks = [m.register_forward_hook(self._look(n), with_kwargs=True) for n, m in self.model.named_modules()]
-            try:
-                call(self.model, inputs)
-            finally:
-                for hook in hooks:
-                    hook.remove()
+    def run(self, inputs: Inputs) -> None:
+        self.calls = {}
+        hooks = [m.register_forward_hook(self._look(n), with_kwargs=True) for n, m in self.model.named_modules()]
+        try:
+            call(self.model, inputs)
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def _look(self, name: str) -> Callable[..., None]:
         def look(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

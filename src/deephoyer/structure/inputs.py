@@ -44,17 +44,23 @@ def one_sample(inputs: Inputs) -> Inputs:
     return pytree.tree_map(lambda t: t[:1] if isinstance(t, Tensor) else t, inputs)
 
 
-def random_like(inputs: Inputs, seed: int = 0) -> Inputs:
-    """Inputs of the same shapes and kinds: normal numbers, and integers within the range of the given ones."""
+def random_like(inputs: Inputs, seed: int = 0, bold: bool = False) -> Inputs:
+    """Inputs of the same shapes and kinds: normal numbers, and integers within the range of the given ones.
+
+    Masks stay as they are, since not every mask makes sense; `bold` draws them too, and integers from 0.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def draw(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or leaf.dtype == torch.bool or leaf.numel() == 0:
+        if not isinstance(leaf, Tensor) or leaf.numel() == 0:
             return leaf
         if leaf.is_floating_point() or leaf.is_complex():
             drawn = torch.randn(leaf.shape, generator=generator, dtype=torch.float64)
             return drawn.to(device=leaf.device, dtype=leaf.dtype)
+        if leaf.dtype == torch.bool:
+            return torch.rand(leaf.shape, generator=generator).to(leaf.device) < 0.5 if bold else leaf
         low, high = int(leaf.min()), int(leaf.max())
+        low = min(low, 0) if bold else low
         return torch.randint(low, high + 1, leaf.shape, generator=generator).to(device=leaf.device, dtype=leaf.dtype)
 
     return pytree.tree_map(draw, inputs)

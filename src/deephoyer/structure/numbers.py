@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from deephoyer.structure.channels import Joined
 from deephoyer.structure.layers import loose_tensors
 
-
 READINGS = ("larger", "first")
 
 

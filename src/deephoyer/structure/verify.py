@@ -6,6 +6,7 @@ Knows nothing of why they should.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ def same(big: nn.Module, small: nn.Module, inputs: Inputs, matter: Matter | None
     `matter` says for some layers which of their channels correspond, to find where a difference began.
     """
     worst = 0.0
-    with torch.no_grad():
+    with torch.no_grad(), _full_precision():
         for tried in (inputs, random_like(inputs, 1), random_like(inputs, 2)):
             before = tensors_in(call(big, tried))
             after = tensors_in(_run(small, tried))
@@ -73,6 +74,21 @@ def same(big: nn.Module, small: nn.Module, inputs: Inputs, matter: Matter | None
                         name,
                     )
     return worst
+
+
+@contextmanager
+def _full_precision() -> Iterator[None]:
+    """Without TensorFloat-32, whose rounding (1e-3) would hide a difference, or look like one."""
+    if not torch.cuda.is_available():
+        yield
+        return
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    before = cudnn.allow_tf32, matmul.allow_tf32
+    cudnn.allow_tf32 = matmul.allow_tf32 = False
+    try:
+        yield
+    finally:
+        cudnn.allow_tf32, matmul.allow_tf32 = before
 
 
 def _run(model: nn.Module, inputs: Inputs) -> Any:
