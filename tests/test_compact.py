@@ -226,6 +226,12 @@ def test_a_network_of_zeros_is_still_a_network():
     assert torch.equal(small(x), model(x)) and sum(p.numel() for p in small.parameters()) < 300
 
 
+def test_a_model_that_is_one_layer_stays_that_layer():
+    layer = nn.Linear(4, 3)
+    layer.weight.data[:, 1] = 0
+    assert compact(layer, torch.randn(2, 4)).weight.shape == (3, 4)
+
+
 def test_nothing_dead_changes_nothing():
     model, x = network("resnet-20")
     small = compact(model, x)

@@ -87,8 +87,9 @@ def compact(
     remove(small, graph, gone)
     report.sets = _sets(graph, gone)
     report.folded, report.kept = found.folded, found.kept
-    _stand_still(small, graph.order, fold(small, example_inputs), report)
-    _add_joints(small, graph.order if joints == "gather" else _reads_input(graph), joints, report)
+    inner = [name for name in graph.order if name]  # a model that is one layer has no place for another
+    _stand_still(small, inner, fold(small, example_inputs), report)
+    _add_joints(small, inner if joints == "gather" else _reads_input(graph), joints, report)
     report.idle = [n for n, m in model.named_modules() if kind_of(m) in (LINEAR, CONV) and n not in graph.order]
     report.error = same(clean_copy(model), small, example_inputs, _alive(graph, dead, gone))
     report.parameters_after = _count(small)
@@ -150,7 +151,7 @@ def _reads_input(graph: ChannelGraph) -> list[str]:
     return [
         name
         for (name, side), channels in graph.layers.items()
-        if side == "in" and all(graph.fixed.get(c) == "network input" for c in torch.unique(channels).tolist())
+        if name and side == "in" and all(graph.fixed.get(c) == "network input" for c in torch.unique(channels).tolist())
     ]
 
 

@@ -95,7 +95,7 @@ def place(module: nn.Module, kind: Kind, side: str, tensor: Tensor, dim: int) ->
     groups = getattr(module, "groups", 1)
     if side == "in" and groups > 1:  # input c of a grouped convolution is column c % k of block c // k
         blocks = tensor.unflatten(0, (groups, -1)).transpose(1, 2)
-        return blocks.flatten(0, 1) if blocks.shape[1] == 1 else blocks.reshape(-1, *blocks.shape[2:])
+        return blocks.reshape(-1, *blocks.shape[2:])
     return tensor.movedim(dim, 0)
 
 
