@@ -1,7 +1,7 @@
 """`backend="auto"`: Triton where the weights are on CUDA and Triton is installed, plain PyTorch elsewhere.
 
 The choice is made again when the weights have moved. Compiling is never chosen by itself: it takes
-many seconds and a C++ compiler, for less than what the blocks of `foreach` gain.
+many seconds and a C++ compiler, and not everyone trains for long.
 """
 
 from __future__ import annotations

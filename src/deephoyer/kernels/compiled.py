@@ -1,7 +1,8 @@
-"""The passes through `torch.compile`: every block is one fused loop, at the price of a C++ compiler and its time.
+"""The passes through `torch.compile`: each operation on a block is one fused loop, for the price of compiling it.
 
-Compiling takes from ten seconds up, once for each type of weights; it pays in long trainings of large
-networks on CPUs. Small networks are as fast with `foreach`.
+It takes a C++ compiler and ten seconds or more, once for each type of weights, and pays in long
+trainings of large networks on CPUs; small ones are as fast with `foreach`. The sums over slices are
+left as they are: compiled they are slower.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ class Compiled(Foreach):
     """Plain PyTorch, compiled."""
 
     name = "compiled"
-    cpu_block = 1 << 40  # a fused loop has no temporaries that should stay in a cache
 
     def block_sums(self, x: Tensor) -> tuple[Tensor, Tensor]:
         made: tuple[Tensor, Tensor] = _compiled(_block_sums)(x)
@@ -33,10 +33,6 @@ class Compiled(Foreach):
 
     def add_slope_(self, x: Tensor, y: Tensor, penalty: Penalty, scale: Tensor) -> None:
         _compiled(_add_slope_)(x, y, penalty, scale)
-
-    def tile_squares(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        made: tuple[Tensor, Tensor] = _compiled(_tile_squares)(x)
-        return made
 
     def add_tile_(self, x: Tensor, y: Tensor, by_row: Tensor, by_column: Tensor) -> None:
         _compiled(_add_tile_)(x, y, by_row, by_column)
@@ -60,11 +56,6 @@ def _add_line_(x: Tensor, y: Tensor, a: Tensor, b: Tensor) -> None:
 def _add_slope_(x: Tensor, y: Tensor, penalty: Penalty, scale: Tensor) -> None:
     x = wide(x)
     y.add_(penalty.slope(x.abs()) * x.sign() * scale)
-
-
-def _tile_squares(x: Tensor) -> tuple[Tensor, Tensor]:
-    square = wide(x).square()
-    return square.sum(2), square.sum(1)
 
 
 def _add_tile_(x: Tensor, y: Tensor, by_row: Tensor, by_column: Tensor) -> None:
