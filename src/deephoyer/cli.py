@@ -15,6 +15,7 @@ from rich.table import Table
 
 from deephoyer import __version__
 from deephoyer.errors import UserError, unknown
+from deephoyer.report import commands
 
 app = typer.Typer(
     name="deephoyer",
@@ -207,6 +208,10 @@ def summary(
     network, example = open_network(source, model)
     other = open_network(baseline, model)[0] if baseline else None
     out.print(measure(network, example, baseline=other), highlight=False)
+
+
+for _command in (commands.publish, commands.verify, commands.table, commands.figure):
+    app.command()(_command)
 
 
 @app.command()
