@@ -57,8 +57,8 @@ LENET_5_ELEMENTS = (
     Reported("transformed l1", TRANSFORMED, "99.2", "5.4k", "1.3 %", ("100", "690", "4.4k", "203")),
     Reported("Hoyer", PAPER, "99.2", "4.0k", "0.9 %", ("53", "613", "3.2k", "136")),
     Reported("Hoyer-Square", PAPER, "99.2", "3.5k", "0.8 %", ("67", "848", "2.4k", "234")),
-    # 246 times fewer, "(almost) zero accuracy loss"; the number of weights follows from the ratio.
-    Reported("progressive ADMM", "Ye et al. 2018", "almost no loss", "1.75k", "0.41 %"),
+    # arXiv:1903.09769: 246 times fewer, "(almost) zero accuracy loss"; the number of weights follows from the ratio.
+    Reported("progressive ADMM", "Ye et al. 2019", "almost no loss", "1.75k", "0.41 %"),
 )
 
 LENET_300_100_STRUCTURE = (
