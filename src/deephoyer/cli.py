@@ -215,6 +215,18 @@ for _command in (commands.publish, commands.verify, commands.table, commands.fig
 
 
 @app.command()
+def data(
+    name: Annotated[str, typer.Argument(help="the data set's name")],
+    source: Annotated[str | None, typer.Option("--from", help="a folder or archive you have")] = None,
+) -> None:
+    """Fetches a data set, checks it and keeps it; or checks one that comes with the package."""
+    from deephoyer.data import fetch
+
+    kept = fetch(name, source, lambda text: out.print(text, highlight=False))
+    out.print(f"{name} is whole" + (f", in {kept}" if kept else ", inside the package"), highlight=False)
+
+
+@app.command()
 def version() -> None:
     """Prints the version."""
     out.print(__version__, highlight=False)

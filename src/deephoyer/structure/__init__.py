@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from deephoyer.groups import GROUPINGS
 from deephoyer.structure.compact import CompactReport, compact, compact_report
 from deephoyer.structure.coupled import Coupled
 from deephoyer.structure.follow import CannotFollow
 from deephoyer.structure.shape import BadShape, check_joints, describe, reshape_
 from deephoyer.structure.verify import Differs
+
+GROUPINGS.add("coupled", Coupled)
 
 __all__ = [
     "BadShape",

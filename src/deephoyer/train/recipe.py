@@ -19,11 +19,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from deephoyer import models
 from deephoyer.data import DATASETS
 from deephoyer.errors import UserError, not_negative, unknown
+from deephoyer.groups import GROUPINGS
 from deephoyer.penalties import PENALTIES
 from deephoyer.rules import RULES, Rule
 from deephoyer.strength import SCHEDULES
 
-GROUP_NAMES = ("elements", "filters", "channels", "coupled")
 STAGES = ("pretrain", "regularize", "prune", "finetune")
 
 
@@ -92,8 +92,7 @@ class Regularize(Training):
     @classmethod
     def _known_groups(cls, choice: str) -> str:
         for name in choice.split("+"):
-            if name not in GROUP_NAMES:
-                raise unknown("group", name, GROUP_NAMES)
+            GROUPINGS[name]
         return choice
 
     @field_validator("strength")
