@@ -216,3 +216,22 @@ def test_weights_of_a_checkpoint_can_stand_for_pretraining(tmp_path):
 def test_a_place_that_cannot_be_written_is_told_in_a_line():
     with pytest.raises(dh.UserError, match="can't be made"):
         Run(small(), "/proc/deephoyer-run").execute()
+
+
+def test_a_full_disk_is_told_in_a_line_and_loses_nothing(tmp_path):
+    """Files may not grow beyond a limit, as on a disk that is full."""
+    limited = DRIVER.replace(
+        "main()\n",
+        "import resource, signal\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, 2_000_000))\n"
+        "main()\n",
+    )
+    words = [sys.executable, "-c", limited, str(tmp_path / "run"), *SMALL]
+    full = subprocess.run(words, capture_output=True, text=True, timeout=100)
+    assert full.returncode == 2 and "can't be written" in full.stderr and "Traceback" not in full.stderr
+    assert len(full.stderr.splitlines()) <= 2
+    assert not list((tmp_path / "run").rglob("*.tmp"))
+    resumed = start(tmp_path / "run")
+    assert resumed.wait() == 0
+    assert (tmp_path / "run" / "summary.json").exists()

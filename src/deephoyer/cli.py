@@ -254,6 +254,10 @@ def main() -> None:
     except UserError as why:
         _complain(str(why))
         status = 2
+    except OSError as why:
+        # A disk that is full or read-only may show anywhere; what was written before it is whole.
+        _complain(f"{why.filename or 'the disk'}: {why.strerror or why}.")
+        status = 2
     except (typer.Abort, KeyboardInterrupt):
         _complain("interrupted.")
         status = 130

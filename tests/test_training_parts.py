@@ -1,0 +1,102 @@
+"""The parts of the loop: batches, rates, teachers, sweeps."""
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+import deephoyer as dh
+from deephoyer import data, models
+from deephoyer.train import batches, sweep
+from deephoyer.train.distill import Teachers
+from deephoyer.train.rates import make_optimizer, rate_at
+from deephoyer.train.recipe import Training
+
+
+@given(st.integers(1, 50), st.integers(1, 60), st.integers(0, 3), st.integers(0, 99))
+def test_an_epoch_shows_each_image_at_most_once_and_only_of_its_pool(count, batch, shift, seed):
+    pool = torch.arange(100)[:count] * 2
+    drawn = batches.draw(pool, batch, shift, True, seed)
+    seen = drawn.index.flatten().tolist()
+    assert len(set(seen)) == len(seen) and set(seen) <= set(pool.tolist())
+    assert len(pool) - len(seen) < min(batch, count)
+    if shift:
+        assert drawn.shift.abs().max() <= shift
+
+
+@given(st.integers(-2, 2), st.integers(-2, 2))
+def test_a_shift_moves_the_image_and_lets_zeros_in(rows, columns):
+    x = torch.rand(1, 2, 5, 6)
+    expected = torch.zeros_like(x)
+    for i in range(5):
+        for j in range(6):
+            if 0 <= i - rows < 5 and 0 <= j - columns < 6:
+                expected[..., i, j] = x[..., i - rows, j - columns]
+    assert torch.equal(batches.moved(x, torch.tensor([[rows, columns]]), 2), expected)
+
+
+def test_rates_are_pure_functions_of_the_step():
+    step = Training(epochs=10, lr=1.0, schedule="step", milestones=(3, 6))
+    assert [round(rate_at(step, s, 10), 6) for s in (0, 29, 30, 59, 60, 99)] == [1, 1, 0.1, 0.1, 0.01, 0.01]
+    cosine = Training(epochs=10, lr=1.0, schedule="cosine")
+    assert rate_at(cosine, 0, 10) == 1 and rate_at(cosine, 50, 10) == pytest.approx(0.5)
+    assert 0 < rate_at(cosine, 99, 10) < 0.001
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
+def test_every_optimizer_of_a_recipe_trains(name):
+    model = torch.nn.Linear(2, 1)
+    optimizer = make_optimizer(Training(epochs=1, optimizer=name, lr=0.1), model.parameters())
+    before = model.weight.clone()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(model.weight, before)
+
+
+def test_teachers_in_a_table_are_the_teachers_asked_each_time():
+    torch.manual_seed(0)
+    digits = data.load("mnist", limit=40).in_floats()
+    nets = [models.make("lenet-300-100") for _ in range(2)]
+    teachers = Teachers(nets, digits, reach=1, flips=True, temperature=2.0, weight=0.6)
+    drawn = batches.draw(torch.arange(40), 16, 1, True, seed=3)
+    index, shift, flip = drawn.step(0)
+    x, y = batches.images(digits, index, shift, flip, 1)
+    logits = torch.randn(16, 10)
+    with torch.no_grad():
+        soft = torch.stack([F.softmax(net(x) / 2.0, 1) for net in nets]).mean(0)
+    far = (soft * (soft.log() - F.log_softmax(logits / 2.0, 1))).sum(1).mean() * 4
+    expected = 0.4 * F.cross_entropy(logits, y) + 0.6 * far
+    torch.testing.assert_close(teachers.loss(logits, y, index, shift, flip), expected)
+
+
+QUICK = [
+    "data={name: mnist, limit: 300}",
+    "device=cpu",
+    "regularize.epochs=1",
+    "finetune.epochs=1",
+    "pretrain.epochs=1",
+]
+
+
+def test_a_sweep_runs_every_member_and_one_that_fails_leaves_the_others_alone(tmp_path):
+    team = sweep.members("demo", QUICK, ["prune.value=0.1,1e9"], tmp_path)
+    sweep.run_all("demo", QUICK, team, 2, None)
+    good, bad = team
+    assert good.status == 0 and good.result()["accuracy"]["finetuned"] > 0
+    assert bad.status == 2 and "would leave nothing of" in bad.line()
+    assert sweep.result_table(team).row_count == 2
+    before = (good.folder / "summary.json").stat().st_mtime_ns
+    again = sweep.members("demo", QUICK, ["prune.value=0.1"], tmp_path)
+    sweep.run_all("demo", QUICK, again, 1, None)
+    assert (good.folder / "summary.json").stat().st_mtime_ns == before
+    assert json.loads((good.folder / "summary.json").read_text()) == again[0].result()
+
+
+@pytest.mark.parametrize("axis", ["seed", "seed=", "=1", "seed=1,1", "seed=one", "sed=1"])
+def test_a_grid_that_makes_no_sense_is_refused_before_anything_runs(tmp_path, axis):
+    with pytest.raises(dh.UserError):
+        sweep.members("demo", QUICK, [axis], tmp_path)
+    assert not list(tmp_path.iterdir())
