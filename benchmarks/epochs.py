@@ -21,8 +21,8 @@ from pathlib import Path
 import torch
 
 from deephoyer.data import DATASETS, Dataset
-from deephoyer.train.recipe import Recipe
 from deephoyer.train.run import Run
+from deephoyer.train.schema import Recipe
 
 
 @cache

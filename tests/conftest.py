@@ -3,8 +3,13 @@
 `pytest --hypothesis-profile=hunt` looks further, with new examples each time.
 """
 
+import sys
+
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from deephoyer import cli
 
 slow_is_fine = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "print_blob": True}
 settings.register_profile("same", derandomize=True, database=None, max_examples=40, **slow_is_fine)
@@ -12,3 +17,18 @@ settings.register_profile("hunt", max_examples=1000, **slow_is_fine)
 settings.load_profile("same")
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture
+def command(monkeypatch, capsys, tmp_path):
+    """Runs `deephoyer …` in an empty folder and gives its exit status and what it said."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*words):
+        monkeypatch.setattr(sys, "argv", ["deephoyer", *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        said = capsys.readouterr()
+        return ended.value.code, said.out, said.err
+
+    return call

@@ -1,7 +1,6 @@
 """The commands, as a person meets them: what they print, and how they end."""
 
 import json
-import sys
 
 import pytest
 
@@ -14,21 +13,6 @@ QUICK = [
     "regularize.epochs=1",
     "finetune.epochs=1",
 ]
-
-
-@pytest.fixture
-def command(monkeypatch, capsys, tmp_path):
-    """Runs `deephoyer …` in an empty folder and gives its exit status and what it said."""
-    monkeypatch.chdir(tmp_path)
-
-    def call(*words):
-        monkeypatch.setattr(sys, "argv", ["deephoyer", *map(str, words)])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        said = capsys.readouterr()
-        return ended.value.code, said.out, said.err
-
-    return call
 
 
 def test_list_shows_every_kind_with_a_line_each(command):

@@ -3,13 +3,12 @@
 import json
 import shlex
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from deephoyer import UserError, cli
+from deephoyer import UserError
 from deephoyer.export import load, save
 from deephoyer.report import figures, publish, record, rows, verify
 from deephoyer.report.figures.descent import walk
@@ -58,20 +57,6 @@ def results(published, tmp_path):
     """A copy to tamper with."""
     shutil.copytree(published, tmp_path / "results")
     return tmp_path / "results"
-
-
-@pytest.fixture
-def command(monkeypatch, capsys, tmp_path):
-    monkeypatch.chdir(tmp_path)
-
-    def call(*words):
-        monkeypatch.setattr(sys, "argv", ["deephoyer", *map(str, words)])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        said = capsys.readouterr()
-        return ended.value.code, said.out, said.err
-
-    return call
 
 
 def edit(folder, *path, to):

@@ -13,7 +13,7 @@ from deephoyer import data, models
 from deephoyer.train import batches, sweep
 from deephoyer.train.distill import Teachers
 from deephoyer.train.rates import make_optimizer, rate_at
-from deephoyer.train.recipe import Training
+from deephoyer.train.schema import Training
 
 
 @given(st.integers(1, 50), st.integers(1, 60), st.integers(0, 3), st.integers(0, 99))

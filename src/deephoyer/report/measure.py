@@ -17,7 +17,7 @@ from deephoyer import data as datasets
 from deephoyer import models
 from deephoyer.counting import count, structure
 from deephoyer.report.record import Layer, Measured, Total
-from deephoyer.train.recipe import named
+from deephoyer.train.schema import named
 
 BATCH = 200  # what a convolution's output of this many images takes fits into a core's cache
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from deephoyer.errors import UserError, unknown
 from deephoyer.train import recipe as recipes
-from deephoyer.train.recipe import Recipe
+from deephoyer.train.schema import Recipe
 
 WHOLE = ("model", "data")
 """Settings with a name in them: given whole, or not at all."""

@@ -16,8 +16,9 @@ from deephoyer.report.origin import origin
 from deephoyer.report.record import WEIGHTS, Measured, Record, WeightsFile
 from deephoyer.train import checkpoint
 from deephoyer.train.folder import RunFolder
-from deephoyer.train.recipe import STAGES, Recipe, folder_name
+from deephoyer.train.recipe import folder_name
 from deephoyer.train.result import FORMAT
+from deephoyer.train.schema import STAGES, Recipe
 
 LINES = 40
 """A record keeps at most so many lines of metrics."""

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from deephoyer.errors import UserError
 from deephoyer.files import write_atomically
-from deephoyer.train.recipe import Recipe, named
+from deephoyer.train.schema import Recipe, named
 
 RECORD, WEIGHTS = "record.json", "weights.safetensors"
 

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 from deephoyer.errors import UserError
 from deephoyer.files import write_atomically
 from deephoyer.train import recipe as recipes
-from deephoyer.train.recipe import STAGES, Recipe
+from deephoyer.train.schema import STAGES, Recipe
 
 
 class RunFolder:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from deephoyer.train.recipe import Training
+from deephoyer.train.schema import Training
 
 
 def rate_at(stage: Training, step: int, steps_an_epoch: int) -> float:

@@ -31,7 +31,7 @@ from deephoyer.train.distill import Teachers
 from deephoyer.train.folder import RunFolder
 from deephoyer.train.progress import Silent
 from deephoyer.train.rates import make_optimizer, rate_at, set_rate
-from deephoyer.train.recipe import STAGES, Recipe, Regularize, Training, named
+from deephoyer.train.schema import STAGES, Recipe, Regularize, Training, named
 from deephoyer.train.step import CapturedStep, Forward, PlainStep
 
 SAVE_SECONDS = 5.0

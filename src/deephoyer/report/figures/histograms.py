@@ -14,7 +14,7 @@ from deephoyer.report.figures.style import BLUE, styled
 from deephoyer.report.measure import build
 from deephoyer.train import checkpoint
 from deephoyer.train.folder import RunFolder
-from deephoyer.train.recipe import Recipe, named
+from deephoyer.train.schema import Recipe, named
 from deephoyer.weights import LAYERS
 
 STAGES = {"dense": "dense", "regularized": "regularized", "finetuned": "pruned and finetuned"}

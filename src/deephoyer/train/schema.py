@@ -1,0 +1,235 @@
+"""What may stand in a recipe: a model, its data, four stages.
+
+Nothing is built or trained here; names are checked against the registries so that a slip shows
+before anything starts. Reading recipes from files is in `recipe.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from deephoyer import models
+from deephoyer.data import DATASETS
+from deephoyer.errors import UserError, not_negative, unknown
+from deephoyer.groups import GROUPINGS
+from deephoyer.penalties import PENALTIES
+from deephoyer.rules import RULES, Rule
+from deephoyer.strength import SCHEDULES
+
+STAGES = ("pretrain", "regularize", "prune", "finetune")
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Training(_Part):
+    """A stage of ordinary training."""
+
+    epochs: int = Field(ge=0)
+    optimizer: Literal["adam", "adamw", "sgd"] = "adam"
+    lr: float = Field(default=1e-3, gt=0, allow_inf_nan=False)
+    schedule: Literal["constant", "step", "cosine"] = "constant"
+    milestones: tuple[int, ...] = ()
+    gamma: float = Field(default=0.1, gt=0, le=1)
+    momentum: float = Field(default=0.9, ge=0, lt=1)
+    nesterov: bool = False
+    weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _milestones_go_with_steps(self) -> Training:
+        if (self.schedule == "step") != bool(self.milestones):
+            raise UserError("schedule 'step' needs milestones, a list of epochs, and only that one takes them.")
+        if list(self.milestones) != sorted(set(self.milestones)) or any(m < 1 for m in self.milestones):
+            raise UserError(f"milestones {list(self.milestones)} must rise and start at 1 or later.")
+        return self
+
+
+class Pretrain(Training):
+    """Ordinary training from scratch, or the weights of a checkpoint instead."""
+
+    epochs: int = Field(default=0, ge=0)
+    checkpoint: str | None = None
+
+    @model_validator(mode="after")
+    def _something_to_start_from(self) -> Pretrain:
+        if self.checkpoint and self.epochs:
+            raise UserError("give epochs or a checkpoint, not both.")
+        return self
+
+
+class Warmup(_Part):
+    """The strength rises from 0 over the first epochs."""
+
+    kind: Literal["linear", "cosine"] = "linear"
+    epochs: int = Field(ge=1)
+
+
+class Regularize(Training):
+    """Training with a penalty on groups of weights."""
+
+    penalty: str | dict[str, Any] = "hoyer-square"
+    groups: str = "elements"
+    strength: float | dict[str, float]
+    warmup: Warmup | None = None
+    select: str | tuple[str, ...] | None = None
+
+    @field_validator("penalty")
+    @classmethod
+    def _known_penalty(cls, choice: str | dict[str, Any]) -> str | dict[str, Any]:
+        PENALTIES.make(**named(choice))
+        return choice
+
+    @field_validator("groups")
+    @classmethod
+    def _known_groups(cls, choice: str) -> str:
+        for name in choice.split("+"):
+            GROUPINGS[name]
+        return choice
+
+    @field_validator("strength")
+    @classmethod
+    def _strength_is_a_size(cls, choice: float | dict[str, float]) -> float | dict[str, float]:
+        for value in choice.values() if isinstance(choice, dict) else [choice]:
+            not_negative(value, "strength")
+        return choice
+
+    @model_validator(mode="after")
+    def _one_strength_a_group(self) -> Regularize:
+        kinds = self.groups.split("+")
+        if isinstance(self.strength, dict) and set(self.strength) != set(kinds):
+            raise UserError(f"strength has {sorted(self.strength)}, the groups are {sorted(kinds)}.")
+        return self
+
+    def schedules(self, steps_an_epoch: int) -> Any:
+        """The strength as the regularizer takes it."""
+        if self.warmup is None:
+            return self.strength
+        shape = SCHEDULES[self.warmup.kind]
+        steps = self.warmup.epochs * steps_an_epoch
+        if isinstance(self.strength, dict):
+            return {kind: shape(value, steps) for kind, value in self.strength.items()}
+        return shape(self.strength, steps)
+
+
+class Prune(_Part):
+    """A rule, by name, with its value (or `rules` a pattern, for per-layer)."""
+
+    rule: str = "std-ratio"
+    value: float | None = None
+    scope: Literal["layer", "global"] | None = None
+    rules: dict[str, dict[str, Any]] | None = None
+    groups: str = "elements"
+    select: str | tuple[str, ...] | None = None
+
+    _known_groups = field_validator("groups")(Regularize._known_groups.__func__)  # type: ignore[attr-defined]
+
+    @model_validator(mode="after")
+    def _makes_a_rule(self) -> Prune:
+        self.make()
+        return self
+
+    def make(self) -> Rule:
+        settings = {
+            k: v for k, v in (("value", self.value), ("scope", self.scope), ("rules", self.rules)) if v is not None
+        }
+        return RULES.make(self.rule, **settings)
+
+
+class Distill(_Part):
+    """Learning from the mean prediction of trained networks besides the labels, while regularizing and finetuning."""
+
+    model: str | dict[str, Any]
+    checkpoints: tuple[str, ...] = Field(min_length=1)
+    temperature: float = Field(default=3.0, gt=0, allow_inf_nan=False)
+    weight: float = Field(default=0.7, ge=0, le=1)
+
+    @field_validator("model")
+    @classmethod
+    def _known_model(cls, choice: str | dict[str, Any]) -> str | dict[str, Any]:
+        models.MODELS[named(choice)["choice"]]
+        return choice
+
+
+class Recipe(_Part):
+    """The whole job: a model, its data, four stages."""
+
+    model: str | dict[str, Any]
+    data: str | dict[str, Any]
+    seed: int = Field(default=0, ge=0)
+    batch_size: int = Field(default=100, ge=1)
+    device: str = "auto"
+    select: Literal["held-out", "test-best"] = "held-out"
+    held_out: float = Field(default=0.1, gt=0, lt=1)
+    shift: int = Field(default=0, ge=0, le=16)
+    flip: bool = False
+    capture: Literal["auto", "off"] = "auto"
+    precision: Literal["float32", "bfloat16"] = "float32"
+    channels_last: bool = False
+    distill: Distill | None = None
+    pretrain: Pretrain
+    regularize: Regularize
+    prune: Prune
+    finetune: Training
+
+    @field_validator("model")
+    @classmethod
+    def _known_model(cls, choice: str | dict[str, Any]) -> str | dict[str, Any]:
+        models.MODELS[named(choice)["choice"]]
+        return choice
+
+    @field_validator("data")
+    @classmethod
+    def _known_data(cls, choice: str | dict[str, Any]) -> str | dict[str, Any]:
+        DATASETS[named(choice)["choice"]]
+        return choice
+
+    @field_validator("device")
+    @classmethod
+    def _known_device(cls, choice: str) -> str:
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", choice):
+            raise unknown("device", choice, ("auto", "cpu", "cuda", "cuda:0"))
+        return choice
+
+    def to_yaml(self) -> str:
+        return yaml.safe_dump(self.model_dump(mode="json", exclude_none=True), sort_keys=False, allow_unicode=True)
+
+    def digest(self) -> str:
+        return hashlib.sha256(json.dumps(self.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()
+
+
+def named(choice: str | Mapping[str, Any]) -> dict[str, Any]:
+    """A name, or a mapping with a name and settings, as the arguments of `Registry.make`.
+
+    >>> named({"name": "transformed-l1", "a": 2.0})
+    {'choice': 'transformed-l1', 'a': 2.0}
+    """
+    if isinstance(choice, str):
+        return {"choice": choice}
+    settings = dict(choice)
+    if not isinstance(settings.get("name"), str):
+        raise UserError(f"{dict(choice)!r} has no name.")
+    return {"choice": settings.pop("name"), **settings}
+
+
+def type_at(path: list[str]) -> type[BaseModel]:
+    """The part of a recipe that `path` leads to."""
+    part: type[BaseModel] = Recipe
+    inner: dict[str, type[BaseModel]] = {
+        "pretrain": Pretrain,
+        "regularize": Regularize,
+        "prune": Prune,
+        "finetune": Training,
+        "warmup": Warmup,
+        "distill": Distill,
+    }
+    for key in path:
+        part = inner.get(key, part)
+    return part
