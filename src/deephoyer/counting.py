@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from deephoyer.inference import Examples, at_rest, batch_of, call
-from deephoyer.packing import packed_size
+from deephoyer.packing import packed_size, pattern_size
+from deephoyer.structure.indices import as_pattern
 from deephoyer.weights import CONVOLUTIONS, LAYERS, TRANSPOSED
 
 
@@ -101,6 +102,9 @@ def structure(rows: list[Row]) -> str | None:
 
 def stored_size(tensor: Tensor) -> int:
     """Bytes of a tensor in a file: packed when that is smaller, as it is otherwise."""
+    index = as_pattern(tensor)
+    if index is not None:
+        return pattern_size(index[1].numpy())
     return packed_size((tensor.detach() != 0).cpu().numpy(), tensor.element_size())
 
 

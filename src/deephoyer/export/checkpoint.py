@@ -61,9 +61,7 @@ def encode(model: nn.Module, masks: Mapping[str, Tensor], provenance: dict[str, 
     for name, mask in masks.items():
         parts, forms[name] = pack_mask(name, mask, state.get(same.get(name, name)))
         stored.update(parts)
-    manifest = Manifest(
-        packed=packed, same=same, masks=forms, structure=describe(model), provenance=_plain(provenance)
-    )
+    manifest = Manifest(packed=packed, same=same, masks=forms, structure=describe(model), provenance=_plain(provenance))
     return seal(stored, manifest.model_dump())
 
 
@@ -114,7 +112,7 @@ def _state(path: Path, model: nn.Module, tensors: dict[str, Tensor], manifest: M
 def _check_names(path: Path, wanted: dict[str, Any], tensors: dict[str, Tensor], manifest: Manifest) -> None:
     """Everything that the model wants is there, and nothing else is."""
     own = set(wanted) - set(manifest.same)
-    expected = {f"{name}:{part}" for name in own & set(manifest.packed) for part in ("where", "values")}
+    expected = {part for name in own & set(manifest.packed) for part in manifest.packed[name].parts(name)}
     expected |= own - set(manifest.packed)
     expected |= {f"{name}:mask" for name, mask in manifest.masks.items() if mask.form != "nonzeros"}
     listed = {*manifest.packed, *manifest.same, *manifest.same.values(), *manifest.masks}

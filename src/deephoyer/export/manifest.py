@@ -18,10 +18,15 @@ class _Strict(BaseModel):
 
 
 class Packed(_Strict):
-    """A tensor stored as the places of its nonzeros and their values."""
+    """A tensor stored as the places of its nonzeros and their values; or indices, stored as a pattern alone."""
 
     shape: Annotated[list[Size], Field(max_length=16)]
     form: Literal["bitmap", "gaps"]
+    holds: Literal["values", "chosen", "ranks"] = "values"
+
+    def parts(self, name: str) -> list[str]:
+        """The names under which the tensor lies in the file."""
+        return [f"{name}:where", f"{name}:values"] if self.holds == "values" else [f"{name}:where"]
 
 
 class MaskForm(_Strict):

@@ -16,6 +16,7 @@ from torch import Tensor
 from deephoyer.errors import UserError
 from deephoyer.export.manifest import MaskForm, Packed
 from deephoyer.packing import PackingError, pack_pattern, packed_size, unpack_pattern
+from deephoyer.structure.indices import as_pattern, from_pattern
 
 Path = str | os.PathLike[str]
 DTYPES = (
@@ -49,7 +50,12 @@ def _check(name: str, tensor: Any) -> None:
 
 
 def pack(name: str, tensor: Tensor) -> tuple[dict[str, Tensor], Packed | None]:
-    """The tensor as it is, or in two parts where that is smaller."""
+    """The tensor as it is, or in two parts where that is smaller; indices as the pattern of what they choose."""
+    index = as_pattern(tensor)
+    if index is not None:
+        form, where = pack_pattern(index[1].numpy())
+        packed = Packed(shape=list(tensor.shape), form=form, holds=index[0])  # type: ignore[arg-type]
+        return {f"{name}:where": torch.from_numpy(where)}, packed
     pattern = tensor != 0
     if packed_size(pattern.numpy(), tensor.element_size()) == tensor.numel() * tensor.element_size():
         return {name: tensor.clone()}, None
@@ -60,6 +66,8 @@ def pack(name: str, tensor: Tensor) -> tuple[dict[str, Tensor], Packed | None]:
 
 def unpack(path: Path, name: str, like: Tensor, form: Packed | None, tensors: Mapping[str, Tensor]) -> Tensor:
     """The tensor again; it must have the shape and type of `like`, the model's own."""
+    if form is not None and form.holds != "values":
+        return _unpack_index(path, name, like, form, tensors[f"{name}:where"])
     stored = tensors[name] if form is None else tensors[f"{name}:values"]
     shape = tuple(stored.shape) if form is None else tuple(form.shape)
     if shape != tuple(like.shape):
@@ -70,12 +78,21 @@ def unpack(path: Path, name: str, like: Tensor, form: Packed | None, tensors: Ma
         raise UserError(f"{path} is damaged: {name} has values that are neither true nor false.")
     if form is None:
         return stored
-    pattern = _pattern(path, name, form.form, tensors[f"{name}:where"], like)
+    pattern = _pattern(path, name, form.form, tensors[f"{name}:where"], like.shape)
     if stored.dim() != 1 or len(stored) != int(pattern.sum()):
         raise UserError(f"{path} is damaged: {name} has {int(pattern.sum())} nonzeros and {stored.numel()} values.")
     whole = torch.zeros(shape, dtype=stored.dtype)
     whole[pattern] = stored
     return whole
+
+
+def _unpack_index(path: Path, name: str, like: Tensor, form: Packed, where: Tensor) -> Tensor:
+    # How much the indices choose from is not stored; it is no more than the bytes can speak of.
+    over = like.shape if form.holds == "ranks" else torch.Size([len(where) * (8 if form.form == "bitmap" else 256)])
+    index = from_pattern(form.holds, _pattern(path, name, form.form, where, over))
+    if like.dtype != index.dtype or index.shape != like.shape or list(index.shape) != form.shape:
+        raise UserError(f"{path} does not fit the model: {name} is {_by(index.shape)} indices in the file.")
+    return index
 
 
 def pack_mask(name: str, mask: Tensor, tensor: Tensor | None) -> tuple[dict[str, Tensor], MaskForm]:
@@ -95,20 +112,20 @@ def unpack_mask(path: Path, name: str, mask: MaskForm, tensor: Tensor, tensors: 
     """The mask again, on the tensor's device; the tensor must be zero where it says so."""
     if mask.form == "nonzeros":
         return tensor != 0
-    pattern = _pattern(path, name, mask.form, tensors[f"{name}:mask"], tensor).to(tensor.device)
+    pattern = _pattern(path, name, mask.form, tensors[f"{name}:mask"], tensor.shape).to(tensor.device)
     if (tensor != 0)[~pattern].any():
         raise UserError(f"{path} is damaged: {name} has weights where its mask has none.")
     return pattern
 
 
-def _pattern(path: Path, name: str, form: str, where: Tensor, like: Tensor) -> Tensor:
+def _pattern(path: Path, name: str, form: str, where: Tensor, shape: torch.Size) -> Tensor:
     if where.dtype != torch.uint8 or where.dim() != 1:
         raise UserError(f"{path} is damaged: {name}'s pattern is not a row of bytes.")
     try:
-        flat = unpack_pattern(form, where.numpy(), like.numel())
+        flat = unpack_pattern(form, where.numpy(), shape.numel())
     except PackingError as why:
         raise UserError(f"{path} is damaged: {name}: {why}.") from None
-    return torch.from_numpy(flat).view(like.shape)
+    return torch.from_numpy(flat).view(shape)
 
 
 def _by(shape: tuple[int, ...] | torch.Size) -> str:
