@@ -1,0 +1,200 @@
+"""What compaction gives: measured speed-up against MAC reduction for ResNet-56, next to torch-pruning's; and joints.
+
+    python benchmarks/compaction.py --out results/bench/compaction-cpu.json
+
+Half of the coupled channels of a ResNet-56 are zeroed, then taken out twice: by `deephoyer.compact`, which finds
+the dead channels itself, and by torch-pruning, which is told the same indices. Weights are random, for only shapes
+matter to time; batch norms have random statistics, so that a channel removed wrongly shows in the outputs. A second
+network has filters and input channels dead in each layer by itself, as per-layer Group-HS leaves them. All networks
+of a table take turns, call by call, in this one run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import platform
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch_pruning as tp
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+import deephoyer as dh
+from deephoyer.counting import count
+from deephoyer.latency import measure
+from deephoyer.models import input_shape, make
+from deephoyer.models.pad_shortcut import PadShortcut
+
+MODEL = "resnet-56"
+BATCHES = (64, 1)
+
+
+class PadPruner(tp.BasePruningFunc):
+    """Tells torch-pruning what the parameter-free shortcut does: its two sides are not coupled."""
+
+    def prune_in_channels(self, layer: PadShortcut, idxs: list[int]) -> nn.Module:
+        layer.keep_inputs([i for i in range(layer.in_channels) if i not in set(idxs)])
+        return layer
+
+    def prune_out_channels(self, layer: PadShortcut, idxs: list[int]) -> nn.Module:
+        layer.keep_outputs([i for i in range(layer.out_channels) if i not in set(idxs)])
+        return layer
+
+    def get_in_channels(self, layer: PadShortcut) -> int:
+        return layer.in_channels
+
+    def get_out_channels(self, layer: PadShortcut) -> int:
+        return layer.out_channels
+
+
+def network(shortcut: str) -> nn.Module:
+    """A ResNet-56 with random weights, whose batch norms shift and scale."""
+    torch.manual_seed(0)
+    model = make(MODEL, shortcut=shortcut).eval()
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.normal_(module.running_mean, std=0.3)
+            nn.init.uniform_(module.running_var, 0.5, 1.5)
+            nn.init.uniform_(module.weight, 0.5, 1.5)
+            nn.init.normal_(module.bias, std=0.3)
+    return model
+
+
+def dead_filters(model: nn.Module) -> dict[str, list[int]]:
+    """The indices of each convolution's all-zero filters."""
+    convolutions = {n: m for n, m in model.named_modules() if isinstance(m, nn.Conv2d)}
+    return {n: torch.nonzero(~m.weight.flatten(1).any(1)).flatten().tolist() for n, m in convolutions.items()}
+
+
+def by_torch_pruning(model: nn.Module, x: Tensor, told: bool) -> nn.Module:
+    """The network without its dead channels, by torch-pruning's graph; `told` explains the padded shortcut to it."""
+    dead = dead_filters(model)
+    small = copy.deepcopy(model)
+    help_ = {PadShortcut: PadPruner()} if told else {}
+    graph = tp.DependencyGraph().build_dependency(small, x, customized_pruners=help_)
+    # One convolution of each coupled set: the stem and the first of each later stage, and every inner one.
+    first = ["conv1", "layer2.0.conv2", "layer3.0.conv2", *(n for n in dead if n.endswith(".conv1"))]
+    for name in first:
+        layer = small.get_submodule(name)
+        graph.get_pruning_group(layer, tp.prune_conv_out_channels, idxs=dead[name]).prune()
+    return small
+
+
+def difference(model: nn.Module, small: nn.Module) -> float:
+    """The largest difference of the outputs for 64 inputs that neither has seen, as a share of their scale."""
+    x = torch.randn(64, *input_shape(MODEL), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        expected, got = model(x).double(), small(x).double()
+    return float((expected - got).abs().max() / expected.abs().max())
+
+
+def compare(networks: dict[str, nn.Module], x: Tensor, seconds: float) -> dict[str, Any]:
+    """Counts, outputs and times of networks; the first is what the others are compared to."""
+    whole, *_ = networks.values()
+    latencies = measure(list(networks.values()), x, BATCHES, seconds)
+    record: dict[str, Any] = {}
+    for (name, model), times in zip(networks.items(), latencies, strict=True):
+        _, total = count(model, x)
+        _, before = count(whole, x)
+        assert total.macs_there and before.macs_there
+        record[name] = {
+            "parameters": total.parameters,
+            "macs": total.macs_there,
+            "fewer_macs": before.macs_there / total.macs_there,
+            "difference": difference(whole, model),
+            "latency": [asdict(t) for t in times],
+            "faster": {str(t.batch): b.median_ms / t.median_ms for b, t in zip(latencies[0], times, strict=True)},
+        }
+    return record
+
+
+def coupled(shortcut: str, x: Tensor, seconds: float) -> dict[str, Any]:
+    """Half of the coupled channels removed, by us and by torch-pruning."""
+    model = network(shortcut)
+    groups = dh.Coupled(model, x)
+    dh.prune(model, dh.Density(0.5), groups=groups)
+    networks = {"masked": model, "deephoyer": dh.compact(model, x, groups=groups)}
+    networks["torch-pruning"] = by_torch_pruning(model, x, told=True)
+    record: dict[str, Any] = {"networks": compare(networks, x, seconds)}
+    if shortcut == "pad":
+        record["untold"] = untold(model, x)
+    return record
+
+
+def untold(model: nn.Module, x: Tensor) -> str:
+    """What comes of torch-pruning's own reading of the padded shortcut."""
+    try:
+        small = by_torch_pruning(model, x, told=False)
+        return f"outputs differ by {difference(model, small):.1e} of their scale"
+    except Exception as why:
+        return f"fails: {type(why).__name__}: {why}"
+
+
+def joints(x: Tensor, seconds: float) -> dict[str, Any]:
+    """Filters and channels dead in each layer by itself: what is executed without joints and with them."""
+    model = network("pad")
+    dh.prune(model, dh.Density(0.7), groups="filters+channels", select="layer*.conv*")
+    networks = {"masked": model}
+    networks |= {f"joints {kind}": dh.compact(model, x, joints=kind) for kind in ("none", "gather")}
+    record: dict[str, Any] = {"macs_paper": count(model, x)[1].macs_paper, "networks": compare(networks, x, seconds)}
+    plain, gathered = (record["networks"][f"joints {kind}"] for kind in ("none", "gather"))
+    record["gather_saves"] = {
+        "macs": 1 - gathered["macs"] / plain["macs"],
+        "time": {size: 1 - plain["faster"][size] / gathered["faster"][size] for size in plain["faster"]},
+    }
+    return record
+
+
+def table(title: str, networks: dict[str, Any]) -> Table:
+    made = Table(title=title, title_justify="left")
+    made.add_column("network")
+    for word in ("parameters", "MACs", "fewer MACs", *(f"ms, batch {n}" for n in BATCHES)):
+        made.add_column(word, justify="right")
+    for word in (*(f"faster, batch {n}" for n in BATCHES), "outputs differ by"):
+        made.add_column(word, justify="right")
+    for name, r in networks.items():
+        times = [f"{t['median_ms']:.2f} ({t['low_ms']:.2f}–{t['high_ms']:.2f})" for t in r["latency"]]
+        faster = [f"{ratio:.2f}×" for ratio in r["faster"].values()]
+        counts = [f"{r['parameters']:,}", f"{r['macs']:,}", f"{r['fewer_macs']:.2f}×"]
+        made.add_row(name, *counts, *times, *faster, f"{r['difference']:.1e}")
+    return made
+
+
+def main() -> None:
+    words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    words.add_argument("--seconds", type=float, default=20.0, help="of timing, for each table and batch size")
+    words.add_argument("--threads", type=int, default=2)
+    words.add_argument("--out", type=Path, help="write the numbers to this file")
+    chosen = words.parse_args()
+    torch.set_num_threads(chosen.threads)
+    x = torch.randn(2, *input_shape(MODEL), generator=torch.Generator().manual_seed(1))
+    out = Console(width=180)
+    record: dict[str, Any] = {
+        "machine": f"{platform.machine()}, {chosen.threads} threads",
+        "versions": {package: version(package) for package in ("deephoyer", "torch", "torch-pruning")},
+    }
+    for shortcut in ("pad", "conv"):
+        record[f"coupled, {shortcut}"] = found = coupled(shortcut, x, chosen.seconds)
+        out.print(table(f"{MODEL}, shortcut {shortcut}: half of the coupled channels removed", found["networks"]))
+        if told := found.get("untold"):
+            out.print(f"torch-pruning without being told what the padded shortcut does: {told}", highlight=False)
+    record["joints"] = found = joints(x, chosen.seconds)
+    out.print(table(f"{MODEL}: 70 % of filters and of channels kept, layer by layer", found["networks"]))
+    saves = found["gather_saves"]
+    time = ", ".join(f"{share:.1%} of the time at batch {size}" for size, share in saves["time"].items())
+    out.print(f"MACs as the paper counts them: {found['macs_paper']:,}", highlight=False)
+    out.print(f"gathering saves {saves['macs']:.1%} of the MACs and {time}", highlight=False)
+    if chosen.out:
+        chosen.out.parent.mkdir(parents=True, exist_ok=True)
+        chosen.out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
