@@ -168,8 +168,9 @@ def test_a_dead_neuron_with_a_bias_is_folded_into_the_next_linear_layer():
 
 def test_a_constant_goes_through_an_unpadded_convolution_and_one_stays_before_zero_padding():
     def net(padding: int, mode: str = "zeros") -> nn.Module:
-        layers = nn.Sequential(nn.Conv2d(2, 6, 1), nn.ReLU(),
-                               nn.Conv2d(6, 4, 3, padding=padding, padding_mode=mode)).double()
+        layers = nn.Sequential(
+            nn.Conv2d(2, 6, 1), nn.ReLU(), nn.Conv2d(6, 4, 3, padding=padding, padding_mode=mode)
+        ).double()
         layers[0].weight.data[:3] = 0
         layers[0].bias.data[:3] = torch.tensor([0.5, 1.5, 1.0])
         return layers

@@ -47,8 +47,10 @@ def test_a_channel_holds_filter_bias_norm_and_the_readers_inputs():
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 3))
     (unit,) = units(net, torch.randn(1, 3, 8, 8)).values()
     assert unit.names == ["0.weight", "0.bias", "1.weight", "1.bias", "3.weight"]
-    expected = sum(t.detach().square().sum() for t in (net[0].weight[2], net[0].bias[2], net[1].weight[2],
-                                                       net[1].bias[2], net[3].weight[:, 2])).sqrt()
+    expected = sum(
+        t.detach().square().sum()
+        for t in (net[0].weight[2], net[0].bias[2], net[1].weight[2], net[1].bias[2], net[3].weight[:, 2])
+    ).sqrt()
     assert torch.allclose(unit.magnitudes()[2], expected)
     assert unit.sizes().tolist() == [27 + 1 + 1 + 1 + 18] * 4
 
@@ -60,19 +62,28 @@ def test_flattening_gives_a_channel_several_columns():
 
 
 def test_concatenation_gives_each_producer_its_range_of_the_reader():
-    net = Net(lambda m, x: m.c(torch.cat([m.a(x), m.b(x)], 1)), a=nn.Conv2d(3, 2, 1), b=nn.Conv2d(3, 3, 1),
-              c=nn.Conv2d(5, 4, 1))
+    net = Net(
+        lambda m, x: m.c(torch.cat([m.a(x), m.b(x)], 1)),
+        a=nn.Conv2d(3, 2, 1),
+        b=nn.Conv2d(3, 3, 1),
+        c=nn.Conv2d(5, 4, 1),
+    )
     found = units(net, torch.randn(1, 3, 4, 4))
     assert groups_of(found["a"], "c.weight") == [0, 1, -1, -1, -1]
     assert groups_of(found["b"], "c.weight") == [-1, -1, 0, 1, 2]
 
 
 def test_a_residual_sum_ties_all_that_write_into_it():
-    net = Net(lambda m, x: m.c(m.a(x) + m.b(F.relu(m.a(x)))), a=nn.Conv2d(3, 4, 1), b=nn.Conv2d(4, 4, 1),
-              c=nn.Conv2d(4, 2, 1))
+    net = Net(
+        lambda m, x: m.c(m.a(x) + m.b(F.relu(m.a(x)))), a=nn.Conv2d(3, 4, 1), b=nn.Conv2d(4, 4, 1), c=nn.Conv2d(4, 2, 1)
+    )
     (unit,) = units(net, torch.randn(1, 3, 4, 4)).values()
     assert set(unit.names) == {
-        "a.weight", "a.bias", "b.weight", "b.bias", "c.weight",
+        "a.weight",
+        "a.bias",
+        "b.weight",
+        "b.bias",
+        "c.weight",
     }
     assert unit.count == 4
 

@@ -119,8 +119,19 @@ def test_a_fresh_network_takes_the_described_shape_and_the_same_values(name, joi
 
 def test_dropped_branches_and_new_biases_are_described_too():
     def net() -> nn.Module:
-        return nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 5, 3, bias=False),
-                             nn.ReLU(), nn.Flatten(), nn.Linear(80, 2)).double().eval()
+        return (
+            nn.Sequential(
+                nn.Conv2d(3, 4, 1),
+                nn.BatchNorm2d(4),
+                nn.ReLU(),
+                nn.Conv2d(4, 5, 3, bias=False),
+                nn.ReLU(),
+                nn.Flatten(),
+                nn.Linear(80, 2),
+            )
+            .double()
+            .eval()
+        )
 
     torch.manual_seed(0)
     x = torch.randn(2, 3, 6, 6).double()
@@ -192,14 +203,27 @@ def hostile(description: dict) -> dict[str, object]:
         "source outside": edited(["modules", "layer2.0.shortcut", "source"], [999]),
         "source a string": edited(["modules", "layer2.0.shortcut", "source"], "0"),
         "huge source": edited(["modules", "layer2.0.shortcut", "source"], [0] * 10**5),
-        "joint on a norm": edited(["modules", "bn1"], {"kind": "gather", "read": 1, "write": None, "fill": False,
-                                                       "layer": {"kind": "norm", "out": 16}}),
-        "joint in a joint": edited(["modules", "conv1"], {"kind": "gather", "read": 1, "write": None, "fill": False,
-                                                          "layer": {"kind": "gather"}}),
-        "huge joint": edited(["modules", "linear"], {"kind": "gather", "read": None, "write": 10**9, "fill": False,
-                                                     "layer": {"kind": "linear", "out": 1, "in": 1, "bias": True}}),
-        "constant of another kind": edited(["modules", "linear"], {"kind": "constant", "of": "norm", "out": 1,
-                                                                   "trained": True}),
+        "joint on a norm": edited(
+            ["modules", "bn1"],
+            {"kind": "gather", "read": 1, "write": None, "fill": False, "layer": {"kind": "norm", "out": 16}},
+        ),
+        "joint in a joint": edited(
+            ["modules", "conv1"],
+            {"kind": "gather", "read": 1, "write": None, "fill": False, "layer": {"kind": "gather"}},
+        ),
+        "huge joint": edited(
+            ["modules", "linear"],
+            {
+                "kind": "gather",
+                "read": None,
+                "write": 10**9,
+                "fill": False,
+                "layer": {"kind": "linear", "out": 1, "in": 1, "bias": True},
+            },
+        ),
+        "constant of another kind": edited(
+            ["modules", "linear"], {"kind": "constant", "of": "norm", "out": 1, "trained": True}
+        ),
         "loose tensors": edited(["tensors"], {"linear.weight": [1, 1]}),
     }
 

@@ -75,9 +75,7 @@ def test_group_sparse_lenet_5_reads_as_in_the_paper():
 
 
 @settings(max_examples=30, deadline=None)
-@given(
-    groups=st.sampled_from([1, 2, 4]), transposed=st.booleans(), density=st.floats(0, 1), seed=st.integers(0, 999)
-)
+@given(groups=st.sampled_from([1, 2, 4]), transposed=st.booleans(), density=st.floats(0, 1), seed=st.integers(0, 999))
 def test_the_papers_macs_lie_between_the_nonzero_products_and_the_dense_ones(groups, transposed, density, seed):
     torch.manual_seed(seed)
     layer = (nn.ConvTranspose2d if transposed else nn.Conv2d)(4, 8, 3, groups=groups)

@@ -235,7 +235,7 @@ def version() -> None:
 def _show(result: dict[str, Any], folder: Path) -> None:
     from deephoyer.train.result import tables
 
-    for table in tables(result):
+    for table in tables(result, out.width):
         out.print(table, highlight=False)
     out.print(f"in {folder}", highlight=False)
 

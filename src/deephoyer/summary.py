@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from torch import nn
 
@@ -19,6 +19,9 @@ from deephoyer.counting import Row, Total, count, structure
 from deephoyer.errors import UserError
 from deephoyer.inference import Examples, device_of
 from deephoyer.latency import Latency, measure
+
+WIDE = 130
+"""Characters that a table with all columns needs."""
 
 
 @dataclass(frozen=True)
@@ -53,16 +56,17 @@ class Summary:
         except (KeyError, TypeError, ValueError) as why:
             raise UserError(f"this is not a summary: {type(why).__name__} {why}.") from None
 
-    def table(self) -> Table:
-        """A row a layer and the total."""
-        return _layers_table(self)
+    def table(self, width: int = WIDE) -> Table:
+        """A row a layer and the total; fewer columns where `width` does not allow all of them."""
+        return _layers_table(self) if width >= WIDE else _narrow_table(self)
 
     def comparison(self) -> Table:
         """Before and after, one line a way of counting; without a baseline, this network alone."""
         return _comparison_table(self)
 
-    def __rich__(self) -> Group:
-        return Group(self.table(), self.comparison())
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield self.table(options.max_width)
+        yield self.comparison()
 
     def __str__(self) -> str:
         out = io.StringIO()
@@ -119,6 +123,21 @@ def _layers_table(s: Summary) -> Table:
         table.add_row(r.name or "(model)", shape, *_counts(r), *live, *_macs(r), f"{r.bytes_stored:,}")
     table.add_section()
     table.add_row("total", s.structure or "", *_counts(s.total), "", "", *_macs(s.total), f"{s.total.bytes_stored:,}")
+    return table
+
+
+def _narrow_table(s: Summary) -> Table:
+    """What matters most, for a terminal of eighty characters."""
+    table = Table(title="layers as they stand", title_justify="left")
+    table.add_column("layer")
+    macs = s.total.macs_there is not None
+    live = ("MACs without zero\nfilters, channels", "MACs there") if macs else ()
+    for title in ("live filters ×\nchannels", "nonzeros", "density", *live):
+        table.add_column(title, justify="right")
+    for r in s.rows:
+        table.add_row(r.name or "(model)", f"{r.live_filters} × {r.live_channels}", *_counts(r)[1:], *_macs(r))
+    table.add_section()
+    table.add_row("total", s.structure or "", *_counts(s.total)[1:], *_macs(s.total))
     return table
 
 

@@ -26,9 +26,7 @@ class Gather(nn.Module):
     write: Tensor | None
     fill: nn.Parameter | None
 
-    def __init__(
-        self, layer: Any, read: Tensor | None, write: Tensor | None, fill: Tensor | None, width: int
-    ) -> None:
+    def __init__(self, layer: Any, read: Tensor | None, write: Tensor | None, fill: Tensor | None, width: int) -> None:
         super().__init__()
         kind = kind_of(layer)
         assert kind is not None

@@ -40,9 +40,7 @@ LINEAR = Kind("linear", {"weight": 0, "bias": 0}, {"weight": 1}, "out_features",
 CONV = Kind("conv", {"weight": 0, "bias": 0}, {"weight": 1}, "out_channels", "in_channels")
 TRANSPOSED_CONV = Kind("transposed-conv", {"weight": 1, "bias": 0}, {"weight": 0}, "out_channels", "in_channels")
 EMBEDDING = Kind("embedding", {"weight": 1}, {}, "embedding_dim", None)
-NORM = Kind(
-    "norm", {"weight": 0, "bias": 0, "running_mean": 0, "running_var": 0}, {}, "num_features", "num_features"
-)
+NORM = Kind("norm", {"weight": 0, "bias": 0, "running_mean": 0, "running_var": 0}, {}, "num_features", "num_features")
 WIRING = Kind("wiring", {}, {}, "out_channels", "in_channels")
 
 _TYPES: tuple[tuple[tuple[type[nn.Module], ...], Kind], ...] = (

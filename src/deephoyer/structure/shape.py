@@ -39,8 +39,12 @@ def describe(model: nn.Module) -> dict[str, Any]:
             inside.add(_join(name, "layer"))
             modules[name] = _gather_entry(module)
         elif isinstance(module, Constant):
-            modules[name] = {"kind": "constant", "of": module.kind, "out": module.value.numel(),
-                             "trained": isinstance(module.value, nn.Parameter)}
+            modules[name] = {
+                "kind": "constant",
+                "of": module.kind,
+                "out": module.value.numel(),
+                "trained": isinstance(module.value, nn.Parameter),
+            }
         elif name not in inside and (kind := kind_of(module)) is not None:
             modules[name] = _layer_entry(module, kind)
     loose = {name: list(tensor.shape) for name, tensor in _loose(model).items()}

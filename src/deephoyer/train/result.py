@@ -66,9 +66,9 @@ PROTOCOLS = {
 }
 
 
-def tables(record: dict[str, Any]) -> list[Table | str]:
+def tables(record: dict[str, Any], width: int) -> list[Table | str]:
     """The record as a person reads it."""
-    made: list[Table | str] = [Summary.from_json(record["sparse"]).table(), _accuracies(record)]
+    made: list[Table | str] = [Summary.from_json(record["sparse"]).table(width), _accuracies(record)]
     if "compact" in record:
         made.append(Summary.from_json(record["compact"]).comparison())
         images = record["changed_predictions"]
