@@ -3,7 +3,10 @@
 `pytest --hypothesis-profile=hunt` looks further, with new examples each time.
 """
 
+import os
 import sys
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # for the runs that tests start, see deephoyer_command
 
 import pytest
 import torch
