@@ -172,6 +172,9 @@ def compact(
     origin = provenance(source / "finetuned.safetensors" if source.is_dir() else source) if model is None else None
     size = save(small, place, provenance=origin)
     out.print(measure(small, example, baseline=network).comparison(), highlight=False)
+    if joints != "none":
+        out.print("what the joints save, against compaction without them:", highlight=False)
+        out.print(measure(small, example, baseline=smaller(network, example)).comparison(), highlight=False)
     report = compact_report(small)
     for layer, (count, why) in report.kept.items():
         out.print(f"kept: {count} constant channels into {layer}: {why}", highlight=False)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from deephoyer.errors import UserError
 from deephoyer.groups import Grouping, Unit, groupings
 from deephoyer.penalties import wide
-from deephoyer.rules import Rule, Scores, Verdict
+from deephoyer.rules import Rule, Scores
 from deephoyer.weights import find_weights, named_parameters
 
 
@@ -183,8 +183,6 @@ def prune(
     masks: dict[str, Tensor] = {}
     thresholds: dict[str, list[str]] = {}
     for unit, verdict in zip(units, rule.judge(scores), strict=True):
-        if not allow_empty and not verdict.keep.any() and _is_layer(unit.tensors):
-            raise _empty(unit, rule, verdict)
         gone = unit.spread((~verdict.keep).float())
         for name, tensor, dead in zip(unit.names, unit.tensors, gone, strict=True):
             stays = (dead == 0).expand(tensor.shape)
@@ -192,11 +190,11 @@ def prune(
             thresholds.setdefault(name, []).append(f"{verdict.threshold:.4g}")
     if not allow_empty:
         for name, mask in masks.items():
-            if not mask.any() and _is_layer([mask]):
+            if not mask.any() and mask.dim() > 1:  # biases and norms may vanish whole
                 under = " and ".join(thresholds[name])
                 raise UserError(
-                    f"prune: {rule} would leave nothing of {name}: every weight is in a group under its threshold "
-                    f"({under}). Lower the threshold, or pass allow_empty=True."
+                    f"prune: {rule} would leave nothing of {name}: all of it is under its threshold {under}. "
+                    "Lower the threshold, or pass allow_empty=True."
                 )
     return Masks(masks, model).apply()
 
@@ -208,18 +206,6 @@ def _scores(unit: Unit) -> Scores:
     r = unit.magnitudes()
     elements = torch.cat([wide(t).flatten().to(r) for t in unit.tensors])
     return Scores(unit.names, r / unit.sizes().to(r).sqrt(), elements.std(correction=0).item())
-
-
-def _is_layer(tensors: Iterable[Tensor]) -> bool:
-    """Biases and norms may vanish whole; a layer that does cuts the network in two."""
-    return any(t.dim() > 1 for t in tensors)
-
-
-def _empty(unit: Unit, rule: Rule, verdict: Verdict) -> UserError:
-    return UserError(
-        f"prune: {rule} would leave nothing of {unit.name}: all of it is under its threshold {verdict.threshold:.4g}. "
-        "Lower the threshold, or pass allow_empty=True."
-    )
 
 
 def _shape(t: Tensor) -> str:

@@ -77,7 +77,7 @@ class StdRatio(Rule):
 
 @dataclass(frozen=True)
 class Density(Rule):
-    """the largest share of the groups stays, of each layer or of the whole network (scope: layer, global)"""
+    """the largest share of the groups stays: of each layer, at least one, or of the whole network (scope: global)"""
 
     value: float
     scope: str = "layer"
@@ -97,7 +97,8 @@ class Density(Rule):
         return [Verdict(k.to(s.score.device), whole.threshold) for k, s in zip(parts, scores, strict=True)]
 
     def _largest(self, score: Tensor) -> Verdict:
-        count = round(self.value * score.numel())
+        # Halves are kept, and of anything at all a little is left: a small layer is not cut through by rounding.
+        count = max(1, math.floor(self.value * score.numel() + 0.5)) if self.value and score.numel() else 0
         if not count:
             return Verdict(torch.zeros_like(score, dtype=torch.bool), math.inf)
         # A stable order keeps exactly `count` even among equals, and the same ones each time.
