@@ -427,3 +427,20 @@ def test_effective_density_is_one_for_equal_weights_and_small_for_few():
 def test_what_is_no_penalty_is_refused(penalty):
     with pytest.raises(dh.UserError, match="penalty"):
         dh.Regularizer(net(), penalty)
+
+
+def test_an_optimizer_inside_a_wrapper_is_found():
+    class Wrapper:
+        """What Accelerate hands out: no hooks of its own, the optimizer in `.optimizer`."""
+
+        def __init__(self, optimizer):
+            self.optimizer = optimizer
+
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    reg = dh.Regularizer(model).attach(Wrapper(optimizer))
+    dh.prune(model, dh.Density(0.5)).hold(Wrapper(optimizer))
+    optimizer.step()
+    assert reg.steps == 1
+    with pytest.raises(dh.UserError, match="not a PyTorch optimizer"):
+        dh.Regularizer(model).attach(model)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from deephoyer.errors import UserError
 from deephoyer.groups import Grouping, Unit, groupings
+from deephoyer.optimizers import bare
 from deephoyer.penalties import wide
 from deephoyer.rules import Rule, Scores
 from deephoyer.weights import find_weights, named_parameters
@@ -103,7 +104,7 @@ class Masks(Mapping[str, Tensor]):
         between steps has the zeros in it. With several optimizers call it for each.
         `hold(...).release()` ends it.
         """
-        return Hold(optimizer, self._drops(model))
+        return Hold(bare(optimizer), self._drops(model))
 
     def _drops(self, model: nn.Module | None) -> list[tuple[Tensor, Tensor]]:
         model = self._model if model is None else model

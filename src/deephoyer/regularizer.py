@@ -16,6 +16,7 @@ from deephoyer import strength as strengths
 from deephoyer.errors import UserError, not_negative, unknown
 from deephoyer.groups import Grouping, Unit, groupings
 from deephoyer.kernels import Backend, Term, choose
+from deephoyer.optimizers import bare
 from deephoyer.penalties import PENALTIES, HoyerSquare, Penalty, hoyer_measure, trimming_threshold
 from deephoyer.weights import find_weights
 
@@ -121,7 +122,7 @@ class Regularizer:
         """
         if self._handles:
             raise UserError("this regularizer is attached already; call detach() first.")
-        optimizers = tuple(dict.fromkeys(optimizers))
+        optimizers = tuple(dict.fromkeys(bare(optimizer) for optimizer in optimizers))
         shares = self._share_out(optimizers)
         for optimizer, terms in zip(optimizers, shares, strict=True):
             hook = torch.compiler.disable(self._hook(terms, optimizer is optimizers[-1]))  # in a compiled step, too
