@@ -88,7 +88,8 @@ def test_a_run_stopped_after_any_epoch_resumes_bit_for_bit(tmp_path, monkeypatch
 
 
 DRIVER = """
-import sys, deephoyer.train.run as run
+import signal, sys, deephoyer.train.run as run
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are born deaf to Ctrl-C
 run.SAVE_SECONDS = 0.0
 from deephoyer.cli import main
 sys.argv = ["deephoyer", "run", "demo", "--out", sys.argv[1], *sys.argv[2:]]
