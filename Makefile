@@ -11,7 +11,7 @@ demo: $(VENV)/.package
 	$(BIN)/deephoyer run demo
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check
