@@ -93,8 +93,9 @@ class Run:
         self.folder.check(self.recipe, self.state.stage, self.state.epoch)
         self.device = environment.pick_device(self.recipe.device)
         self._build()
-        write_atomically(self.folder / "recipe.yaml", self.recipe.to_yaml().encode())
-        self.folder.write_json("environment.json", environment.describe(self.device))
+        if not self.finished():
+            write_atomically(self.folder / "recipe.yaml", self.recipe.to_yaml().encode())
+            self.folder.write_json("environment.json", environment.describe(self.device))
         self.folder.cut_metrics(self.state.metrics_size)
         return self._restore(found[0]) if found else {}
 
