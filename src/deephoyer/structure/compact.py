@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from deephoyer.errors import UserError, unknown
+from deephoyer.inference import Examples
 from deephoyer.structure.channels import ChannelGraph
 from deephoyer.structure.coupled import Coupled, clean_copy
 from deephoyer.structure.cut import remove, spare_last, zero
 from deephoyer.structure.fold import Folded, fold
-from deephoyer.structure.inputs import Inputs
 from deephoyer.structure.joints import Constant, gather, replace
 from deephoyer.structure.layers import CONV, LINEAR, NORM, WIRING, by_blocks, kind_of, nonzero, size
 from deephoyer.structure.verify import same
@@ -60,7 +60,7 @@ class CompactReport:
 
 
 def compact(
-    model: nn.Module, example_inputs: Inputs, *, groups: Coupled | None = None, joints: str = "none"
+    model: nn.Module, example_inputs: Examples, *, groups: Coupled | None = None, joints: str = "none"
 ) -> nn.Module:
     """A new module with the same outputs, physically without what is dead; the model stays as it is.
 
@@ -126,7 +126,7 @@ def dead_channels(model: nn.Module, graph: ChannelGraph) -> Tensor:
         zero(model, graph, dead)
 
 
-def _graph(model: nn.Module, inputs: Inputs, groups: Coupled | None) -> ChannelGraph:
+def _graph(model: nn.Module, inputs: Examples, groups: Coupled | None) -> ChannelGraph:
     graph = (groups or Coupled(model, inputs)).graph
     for (name, side), channels in graph.layers.items():
         try:

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from deephoyer.errors import UserError
 from deephoyer.groups import Grouping, Slices, SliceUnit, Unit
+from deephoyer.inference import Examples
 from deephoyer.structure.channels import ChannelGraph, ChannelSet, Place
 from deephoyer.structure.cut import remove, spare_last, zero
 from deephoyer.structure.follow import CannotFollow, follow
-from deephoyer.structure.inputs import Inputs, one_sample
+from deephoyer.structure.inputs import one_sample
 from deephoyer.structure.layers import by_blocks, kind_of
 from deephoyer.structure.numbers import READINGS
 from deephoyer.structure.verify import Differs, same
@@ -35,7 +36,7 @@ class Coupled(Grouping):
 
     name = "coupled"
 
-    def __init__(self, model: nn.Module, example_inputs: Inputs):
+    def __init__(self, model: nn.Module, example_inputs: Examples):
         self.model = model
         self.graph = proven(model, example_inputs)
         self._wired = self.graph.wired()
@@ -89,7 +90,7 @@ class Coupled(Grouping):
         return found
 
 
-def proven(model: nn.Module, inputs: Inputs) -> ChannelGraph:
+def proven(model: nn.Module, inputs: Examples) -> ChannelGraph:
     """The channel graph of a model; where it can be read in two ways, the one that leaves more to remove."""
     inputs = one_sample(inputs)
     best, *others = READINGS
@@ -99,7 +100,7 @@ def proven(model: nn.Module, inputs: Inputs) -> ChannelGraph:
     return max([graph, *(_proven(model, inputs, other) for other in others)], key=ChannelGraph.freedom)
 
 
-def _proven(model: nn.Module, inputs: Inputs, reading: str) -> ChannelGraph:
+def _proven(model: nn.Module, inputs: Examples, reading: str) -> ChannelGraph:
     """The graph in one reading, less what a trial removal shows to be wrong."""
     graph = follow(clean_copy(model), inputs, reading)
     for _ in range(20):
@@ -120,7 +121,7 @@ def clean_copy(model: nn.Module) -> nn.Module:
         raise UserError(f"the model can't be copied (copy.deepcopy): {why}") from why
 
 
-def _try(model: nn.Module, graph: ChannelGraph, sets: list[ChannelSet], inputs: Inputs) -> None:
+def _try(model: nn.Module, graph: ChannelGraph, sets: list[ChannelSet], inputs: Examples) -> None:
     """Zeroes every second channel of these sets in one copy, removes it from another, and compares."""
     dead = torch.zeros(graph.count, dtype=torch.bool)
     for one in sets:
@@ -135,7 +136,7 @@ def _try(model: nn.Module, graph: ChannelGraph, sets: list[ChannelSet], inputs: 
     same(big, small, inputs)
 
 
-def _give_up(model: nn.Module, graph: ChannelGraph, free: list[ChannelSet], inputs: Inputs, why: Differs) -> None:
+def _give_up(model: nn.Module, graph: ChannelGraph, free: list[ChannelSet], inputs: Examples, why: Differs) -> None:
     """Fixes the sets that the module at fault sees: those that fail by themselves, or else all of them."""
     suspects: list[ChannelSet] = []
     name = why.module
@@ -153,7 +154,7 @@ def _give_up(model: nn.Module, graph: ChannelGraph, free: list[ChannelSet], inpu
         graph.fixed.update(dict.fromkeys(one.channels, f"{why.module or 'the model'!r} has sizes written into it"))
 
 
-def _passes(model: nn.Module, graph: ChannelGraph, one: ChannelSet, inputs: Inputs) -> bool:
+def _passes(model: nn.Module, graph: ChannelGraph, one: ChannelSet, inputs: Examples) -> bool:
     try:
         _try(model, graph, [one], inputs)
     except Differs:

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from deephoyer.structure.inputs import Inputs, call, random_like, tensors_in
+from deephoyer.inference import Examples, call
+from deephoyer.structure.inputs import random_like, tensors_in
 from deephoyer.structure.layers import CONV, EMBEDDING, LINEAR, NORM, WIRING, Kind, channel_dim, clear, kind_of, nonzero
 
 
@@ -31,7 +32,7 @@ class Folded:
     still: dict[str, Tensor] = field(default_factory=dict)
 
 
-def fold(model: nn.Module, inputs: Inputs) -> Folded:
+def fold(model: nn.Module, inputs: Examples) -> Folded:
     """Folds constants into the layers of a model in eval mode, which is changed in place."""
     result = Folded()
     witness = _Witness(model)
@@ -84,7 +85,7 @@ class _Witness:
         self.calls: dict[str, int] = {}
         self.range: dict[str, tuple[Tensor, Tensor]] = {}
 
-    def run(self, inputs: Inputs) -> None:
+    def run(self, inputs: Examples) -> None:
         self.calls = {}
         hooks = [m.register_forward_hook(self._look(n), with_kwargs=True) for n, m in self.model.named_modules()]
         try:

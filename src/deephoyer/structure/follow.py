@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deephoyer.errors import UserError
+from deephoyer.inference import Examples, call
 from deephoyer.structure.channels import ChannelGraph, Place
-from deephoyer.structure.inputs import Inputs, call, tensors_in
+from deephoyer.structure.inputs import tensors_in
 from deephoyer.structure.layers import CONV, WIRING, Kind, by_blocks, channel_dim, kind_of, size
 from deephoyer.structure.numbers import Numbers
 from deephoyer.structure.operations import Operation, account
@@ -27,7 +28,7 @@ class CannotFollow(UserError):
     """The network's channels can't be worked out; the message names the module."""
 
 
-def follow(model: nn.Module, inputs: Inputs, reading: str = "larger") -> ChannelGraph:
+def follow(model: nn.Module, inputs: Examples, reading: str = "larger") -> ChannelGraph:
     """The channels of a model in eval mode; the model must be a copy, since hooks are left on it."""
     follower = Follower(model, reading)
     follower.begin(inputs)
@@ -70,7 +71,7 @@ class Follower(TorchDispatchMode):
         for name, module in self._modules.items():
             self._hook(name, module)
 
-    def begin(self, inputs: Inputs) -> None:
+    def begin(self, inputs: Examples) -> None:
         for tensor in tensors_in(inputs):
             node = self.n.joined.new(1)
             self.n.joined.fix(node, "network input")

@@ -1,28 +1,14 @@
-"""Example inputs: how a model is called with them, others like them, and the tensors in what comes out.
-
-A tensor is one argument, a list or tuple several, a dict keyword arguments. Not here: what is done
-with the outputs.
-"""
+"""Example inputs: others like them, and the tensors in what comes out. Calling a model is in `inference.py`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
-Inputs = Any  # a tensor, a sequence of arguments, or a mapping of keyword arguments
-
-
-def call(model: nn.Module, inputs: Inputs) -> Any:
-    """The model's output for these inputs."""
-    if isinstance(inputs, Mapping):
-        return model(**inputs)
-    if isinstance(inputs, (list, tuple)):
-        return model(*inputs)
-    return model(inputs)
+from deephoyer.inference import Examples
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
@@ -36,7 +22,7 @@ def tensors_in(tree: Any) -> list[Tensor]:
     return found
 
 
-def one_sample(inputs: Inputs) -> Inputs:
+def one_sample(inputs: Examples) -> Examples:
     """The first sample alone, where every tensor has the same number of them; else the inputs as they are."""
     counts = {t.shape[0] if t.dim() else 0 for t in tensors_in(inputs)}
     if len(counts) != 1 or counts == {0}:
@@ -44,8 +30,8 @@ def one_sample(inputs: Inputs) -> Inputs:
     return pytree.tree_map(lambda t: t[:1] if isinstance(t, Tensor) else t, inputs)
 
 
-def random_like(inputs: Inputs, seed: int = 0, bold: bool = False) -> Inputs:
-    """Inputs of the same shapes and kinds: normal numbers, and integers within the range of the given ones.
+def random_like(inputs: Examples, seed: int = 0, bold: bool = False) -> Examples:
+    """Examples of the same shapes and kinds: normal numbers, and integers within the range of the given ones.
 
     Masks stay as they are, since not every mask makes sense; `bold` draws them too, and integers from 0.
     """

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from deephoyer.errors import UserError
-from deephoyer.structure.inputs import Inputs, call, random_like, tensors_in
+from deephoyer.inference import Examples, call
+from deephoyer.structure.inputs import random_like, tensors_in
 from deephoyer.structure.layers import channel_dim, kind_of
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
@@ -52,7 +53,7 @@ def tolerance(*tensors: Tensor) -> float:
 Matter = dict[str, tuple[Tensor, Tensor]]
 
 
-def same(big: nn.Module, small: nn.Module, inputs: Inputs, matter: Matter | None = None) -> float:
+def same(big: nn.Module, small: nn.Module, inputs: Examples, matter: Matter | None = None) -> float:
     """The largest relative error on the inputs and on random ones; raises `Differs` beyond rounding.
 
     `matter` says for some layers which of their channels correspond, to find where a difference began.
@@ -95,7 +96,7 @@ def _full_precision() -> Iterator[None]:
         cudnn.allow_tf32, matmul.allow_tf32 = before
 
 
-def _run(model: nn.Module, inputs: Inputs) -> Any:
+def _run(model: nn.Module, inputs: Examples) -> Any:
     """Runs a model that may have been cut wrongly: an exception says in which module."""
     stack: list[str] = []
     hooks = []
@@ -114,7 +115,7 @@ def _run(model: nn.Module, inputs: Inputs) -> Any:
             hook.remove()
 
 
-def first_difference(big: nn.Module, small: nn.Module, inputs: Inputs, matter: Matter) -> str:
+def first_difference(big: nn.Module, small: nn.Module, inputs: Examples, matter: Matter) -> str:
     """The first module, in the order of the calls, whose outputs differ in the channels that both have."""
     theirs = dict(_outputs(small, inputs))
     for name, tensor in _outputs(big, inputs):
@@ -131,7 +132,7 @@ def first_difference(big: nn.Module, small: nn.Module, inputs: Inputs, matter: M
     return ""
 
 
-def _outputs(model: nn.Module, inputs: Inputs) -> Iterator[tuple[str, Tensor]]:
+def _outputs(model: nn.Module, inputs: Examples) -> Iterator[tuple[str, Tensor]]:
     seen: list[tuple[str, Tensor]] = []
     hooks = []
     for name, module in model.named_modules():
