@@ -3,8 +3,9 @@
 Real processes with real collectives (gloo on the CPU), in float64, so that a difference is a mistake.
 """
 
+import contextlib
 import copy
-import socket
+import time
 
 import pytest
 import torch
@@ -114,16 +115,19 @@ def training_together():
             torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-12)
 
 
-def one_process(rank, port):
+def one_process(rank, folder):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     for part in (training_together, fully_sharded, tensor_parallel, loss_trains_sharded_weights):
         part()
+    dist.barrier()
+    (folder / f"agreed-{rank}").touch()
+    time.sleep(0.5)  # until the other has said so, too
     dist.destroy_process_group()
 
 
-def test_two_processes_agree_with_one():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.spawn(one_process, args=(port,), nprocs=2)
+def test_two_processes_agree_with_one(tmp_path):
+    # Gloo's own threads sometimes abort a process that is ending, after everything has been compared.
+    with contextlib.suppress(mp.ProcessExitedException):
+        mp.spawn(one_process, args=(tmp_path,), nprocs=2)
+    assert (tmp_path / "agreed-0").exists() and (tmp_path / "agreed-1").exists()
