@@ -29,50 +29,44 @@ class Constant:
 
 
 @dataclass(frozen=True)
-class Linear:
+class _Warmup:
+    """From `start` to `value` over the first `steps`, then constant; a subclass says along which curve."""
+
+    value: float
+    steps: int
+    start: float = 0.0
+
+    def __post_init__(self) -> None:
+        not_negative(self.value, "strength")
+        not_negative(self.start, "strength at the start")
+        if not isinstance(self.steps, int) or isinstance(self.steps, bool) or self.steps < 1:
+            raise UserError(f"strength: steps is {self.steps!r}; a warm-up takes 1 step or more.")
+
+    def __call__(self, step: int) -> float:
+        if step >= self.steps:
+            return self.value
+        return self.start + (self.value - self.start) * self.share(step / self.steps)
+
+    def share(self, done: float) -> float:
+        raise NotImplementedError
+
+
+class Linear(_Warmup):
     """a straight line from `start` to `value` over the first `steps`, then constant
 
     >>> [Linear(1.0, steps=4)(s) for s in (0, 1, 4, 9)]
     [0.0, 0.25, 1.0, 1.0]
     """
 
-    value: float
-    steps: int
-    start: float = 0.0
-
-    def __post_init__(self) -> None:
-        _check_warmup(self.value, self.start, self.steps)
-
-    def __call__(self, step: int) -> float:
-        if step >= self.steps:
-            return self.value
-        done = step / self.steps
-        return self.start + (self.value - self.start) * done
+    def share(self, done: float) -> float:
+        return done
 
 
-@dataclass(frozen=True)
-class Cosine:
+class Cosine(_Warmup):
     """half a cosine from `start` to `value` over the first `steps`, then constant"""
 
-    value: float
-    steps: int
-    start: float = 0.0
-
-    def __post_init__(self) -> None:
-        _check_warmup(self.value, self.start, self.steps)
-
-    def __call__(self, step: int) -> float:
-        if step >= self.steps:
-            return self.value
-        done = step / self.steps
-        return self.start + (self.value - self.start) * (1 - math.cos(math.pi * done)) / 2
-
-
-def _check_warmup(value: float, start: float, steps: int) -> None:
-    not_negative(value, "strength")
-    not_negative(start, "strength at the start")
-    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-        raise UserError(f"strength: steps is {steps!r}; a warm-up takes 1 step or more.")
+    def share(self, done: float) -> float:
+        return (1 - math.cos(math.pi * done)) / 2
 
 
 SCHEDULES: dict[str, type] = {"constant": Constant, "linear": Linear, "cosine": Cosine}
