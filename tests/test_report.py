@@ -1,6 +1,7 @@
 """Records of real (tiny) runs: published, verified, tampered with; tables and figures made from them."""
 
 import json
+import re
 import shlex
 import shutil
 from pathlib import Path
@@ -326,3 +327,13 @@ def test_publish_and_table_by_their_commands(command, runs, tmp_path):
     assert "| mine | `lenet-300-100-hs " in (tmp_path / "docs" / "results.md").read_text()
     assert command("table", "lenet-300-100-elements")[1] in (tmp_path / "docs" / "results.md").read_text()
     assert command("publish", runs / "hs0", runs / "hs1", "--name", "one")[0] == 2
+
+
+def test_the_readmes_results_stand_in_the_generated_page():
+    root = Path(__file__).parents[1]
+    page = (root / "docs" / "results.md").read_text(encoding="utf-8")
+    table = (root / "README.md").read_text(encoding="utf-8").split("| | the paper | ours |")[1].split("\n\n")[0]
+    found = re.findall(r"([\d,]{5,}) \(([\d.]+) %\)", table)
+    assert len(found) == 4
+    for size, accuracy in found:
+        assert any(size in line and accuracy in line for line in page.splitlines()), f"{size} at {accuracy} %"

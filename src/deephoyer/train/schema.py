@@ -6,8 +6,6 @@ before anything starts. Reading recipes from files is in `recipe.py`.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -200,9 +198,6 @@ class Recipe(_Part):
 
     def to_yaml(self) -> str:
         return yaml.safe_dump(self.model_dump(mode="json", exclude_none=True), sort_keys=False, allow_unicode=True)
-
-    def digest(self) -> str:
-        return hashlib.sha256(json.dumps(self.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()
 
 
 def named(choice: str | Mapping[str, Any]) -> dict[str, Any]:
