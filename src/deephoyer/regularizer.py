@@ -16,6 +16,7 @@ from deephoyer import strength as strengths
 from deephoyer.errors import UserError, not_negative, unknown
 from deephoyer.groups import Grouping, Unit, groupings
 from deephoyer.kernels import Backend, Term, choose
+from deephoyer.kernels.looks import places
 from deephoyer.optimizers import bare
 from deephoyer.penalties import PENALTIES, HoyerSquare, Penalty, hoyer_measure, trimming_threshold
 from deephoyer.weights import find_weights
@@ -58,6 +59,8 @@ class Regularizer:
                 self.terms.append(Term(grouping.name, unit, self.penalty, self._scale_for(grouping.name, unit)))
         if not self.terms:
             raise UserError(f"groups: {groups!r} makes no group of any selected parameter.")
+        self._firsts = list({id(t): t for t in (term.unit.tensors[0] for term in self.terms)}.values())
+        self._places = places(self._firsts)
         self._handles: list[Any] = []
         self._backend = choose(self.terms, backend)
         self._backend_name = backend
@@ -94,6 +97,10 @@ class Regularizer:
 
     def _follow(self) -> None:
         """New scales where `model.to(...)` has taken weights to another device or precision."""
+        now = places(self._firsts)
+        if now == self._places:
+            return
+        self._places = now
         stale = [t for t in self.terms if (t.scale.device, t.scale.dtype) != _place_of_scale(t.unit)]
         for term in stale:
             term.scale = self._scale_for(term.kind, term.unit)

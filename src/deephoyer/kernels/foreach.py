@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from deephoyer.kernels.layout import Matrix, flat
-from deephoyer.kernels.passes import Pair, Passes, Plan
+from deephoyer.kernels.looks import Pair
+from deephoyer.kernels.passes import Passes, Plan
 from deephoyer.penalties import Penalty, ScaleFree, wide
 
 

@@ -49,7 +49,6 @@ class Plain:
     def __init__(self, terms: Sequence[Term]):
         self.terms = list(terms)
 
-    @torch.no_grad()
     def add_grad_(self, times: Tensor | None = None) -> None:
         for term in self.terms:
             for tensor, gradient in zip(term.unit.tensors, term.gradients(), strict=True):

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from deephoyer.kernels.layout import Matrix
-from deephoyer.kernels.passes import Pair, Piece, Plan
+from deephoyer.kernels.looks import Pair
+from deephoyer.kernels.passes import Piece, Plan
 
 # For models under 2²³ weights, under 2²⁷, and above: small ones need many small programs to fill a device.
 CHUNKS = (4096, 8192, 16384)
