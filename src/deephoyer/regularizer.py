@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from deephoyer import strength as strengths
 from deephoyer.errors import UserError, not_negative, unknown
-from deephoyer.groups import Grouping, Unit, groupings
-from deephoyer.kernels import Backend, Term, choose
-from deephoyer.kernels.looks import places
+from deephoyer.groups import Grouping, groupings
+from deephoyer.kernels import Scale, Term, choose
 from deephoyer.optimizers import bare
 from deephoyer.penalties import PENALTIES, HoyerSquare, Penalty, hoyer_measure, trimming_threshold
 from deephoyer.weights import find_weights
@@ -53,14 +52,12 @@ class Regularizer:
         self.schedules = _schedules(strength, [g.name for g in chosen])
         self.steps = 0
         self.terms: list[Term] = []
-        self._scales: dict[tuple[Any, ...], Tensor] = {}
+        self._scales = {grouping.name: Scale() for grouping in chosen}
         for grouping in chosen:
             for unit in grouping.units(weights):
-                self.terms.append(Term(grouping.name, unit, self.penalty, self._scale_for(grouping.name, unit)))
+                self.terms.append(Term(grouping.name, unit, self.penalty, self._scales[grouping.name]))
         if not self.terms:
             raise UserError(f"groups: {groups!r} makes no group of any selected parameter.")
-        self._firsts = list({id(t): t for t in (term.unit.tensors[0] for term in self.terms)}.values())
-        self._places = places(self._firsts)
         self._handles: list[Any] = []
         self._backend = choose(self.terms, backend)
         self._backend_name = backend
@@ -70,7 +67,6 @@ class Regularizer:
 
     def loss(self) -> Tensor:
         """The penalty, to be added to the training loss; call `step()` yourself if the strength is scheduled."""
-        self._follow()
         return torch.stack([term.value().to(self.terms[0].scale) for term in self.terms]).sum()
 
     @torch.no_grad()
@@ -81,13 +77,9 @@ class Regularizer:
         clipped too, after it (as `attach` does) to leave it whole. In a captured step, pass
         `advance=False` and call `step()` outside of the capture.
         """
-        self._add_grad_(self._backend)
+        self._backend.add_grad_()
         if advance:
             self.step()
-
-    def _add_grad_(self, backend: Backend, times: Tensor | None = None) -> None:
-        self._follow()
-        backend.add_grad_(times)
 
     def step(self) -> None:
         """Advances a scheduled strength. `add_grad_` and an attached optimizer do it themselves."""
@@ -95,29 +87,9 @@ class Regularizer:
         if not all(isinstance(s, strengths.Constant) for s in self.schedules.values()):
             self._rescale()
 
-    def _follow(self) -> None:
-        """New scales where `model.to(...)` has taken weights to another device or precision."""
-        now = places(self._firsts)
-        if now == self._places:
-            return
-        self._places = now
-        stale = [t for t in self.terms if (t.scale.device, t.scale.dtype) != _place_of_scale(t.unit)]
-        for term in stale:
-            term.scale = self._scale_for(term.kind, term.unit)
-        if stale:
-            self._rescale()
-
     def _rescale(self) -> None:
-        now = {k: not_negative(s(self.steps), f"strength of {k}") for k, s in self.schedules.items()}
-        for (kind, *_), scale in self._scales.items():
-            scale.fill_(now[kind])
-
-    def _scale_for(self, kind: str, unit: Unit) -> Tensor:
-        """The strength as a tensor: one for all terms of a kind that are in the same place."""
-        device, dtype = _place_of_scale(unit)
-        if (kind, device, dtype) not in self._scales:
-            self._scales[kind, device, dtype] = torch.zeros((), dtype=dtype, device=device)
-        return self._scales[kind, device, dtype]
+        for kind, schedule in self.schedules.items():
+            self._scales[kind].set(not_negative(schedule(self.steps), f"strength of {kind}"))
 
     # In somebody's training loop
 
@@ -166,7 +138,7 @@ class Regularizer:
 
         @torch.no_grad()
         def add(optimizer: torch.optim.Optimizer) -> None:
-            self._add_grad_(backend, getattr(optimizer, "grad_scale", None))
+            backend.add_grad_(getattr(optimizer, "grad_scale", None))
             if last:
                 self.step()
 
@@ -237,11 +209,6 @@ def _schedules(strength: Any, kinds: list[str]) -> dict[str, strengths.Schedule]
     if missing:
         raise UserError(f"strength: {missing[0]!r} has none; give one for each of {', '.join(kinds)}.")
     return {kind: strengths.schedule(strength[kind]) for kind in kinds}
-
-
-def _place_of_scale(unit: Unit) -> tuple[torch.device, torch.dtype]:
-    tensor = unit.tensors[0]
-    return tensor.device, torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def _unit_stats(term: Term) -> dict[str, float]:

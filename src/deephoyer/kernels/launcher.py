@@ -24,6 +24,9 @@ class Launcher:
         self.values = [self.constants[name] for name in order if name in self.constants]
         self.found: Any = None
 
+    def __deepcopy__(self, memo: Any) -> Launcher:
+        return self  # a compiled kernel can't be copied, and nothing here changes
+
     def __call__(self, *args: Any, foreign: bool = False) -> None:
         """`foreign` says that a tensor among the arguments is somebody else's: then the JIT must look."""
         if self.found is not None and not foreign:

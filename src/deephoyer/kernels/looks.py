@@ -7,52 +7,65 @@ line of Python for each tensor, and compared as a whole with what it was.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from deephoyer.kernels.plain import grad_of
 from deephoyer.kernels.sharded import local
 
-Pair = tuple[Tensor, Tensor | None]  # a weight and its gradient, on this process; None if it is frozen
-
 _dtype, _device, _shape = attrgetter("dtype"), attrgetter("device"), attrgetter("shape")
 _grad, _trained = attrgetter("grad"), attrgetter("requires_grad")
 _PLAIN = {Tensor, nn.Parameter}
+_NONE = type(None)
 
 
-def pairs_of(tensors: Sequence[Tensor], grad: Callable[[Tensor], Tensor] = grad_of) -> list[Pair]:
+@dataclass(frozen=True, eq=False)
+class Pairs:
+    """Weights and their gradients, on this process; a frozen weight has None."""
+
+    weights: list[Tensor]
+    grads: list[Any]
+
+    def __len__(self) -> int:
+        return len(self.weights)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor | None]:
+        return self.weights[i], self.grads[i]
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+        return zip(self.weights, self.grads, strict=True)
+
+    def pick(self, at: Sequence[int]) -> Pairs:
+        """Those with the numbers `at`."""
+        return Pairs([self.weights[i] for i in at], [self.grads[i] for i in at])
+
+    def looks(self) -> tuple[Any, ...]:
+        """All that a plan depends on; addresses are not among it."""
+        weights, grads = self.weights, self.grads
+        if _NONE in set(map(type, grads)):
+            seen: tuple[Any, ...] = tuple(None if g is None else (g.dtype, g.stride()) for g in grads)
+        else:
+            seen = (*map(_dtype, grads), *map(Tensor.stride, grads))
+        return (
+            tuple(map(_device, weights)), tuple(map(_dtype, weights)), tuple(map(_shape, weights)),
+            tuple(map(Tensor.stride, weights)), seen,
+        )  # fmt: skip
+
+    def addresses(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of the weights and of the gradients; 0 where there is none."""
+        weights = tuple(map(Tensor.data_ptr, self.weights))
+        if _NONE in set(map(type, self.grads)):
+            return weights, tuple(0 if g is None else g.data_ptr() for g in self.grads)
+        return weights, tuple(map(Tensor.data_ptr, self.grads))
+
+
+def pairs_of(tensors: list[Tensor], grad: Callable[[Tensor], Tensor] = grad_of) -> Pairs:
     """Each tensor with its gradient; `grad` gives one that is not there yet."""
     grads = list(map(_grad, tensors))
     if all(map(_trained, tensors)) and {*map(type, tensors), *map(type, grads)} <= _PLAIN:
-        return list(zip(tensors, grads, strict=True))
-    return [(local(t), local(grad(t)) if t.requires_grad else None) for t in tensors]
-
-
-def looks(pairs: Sequence[Pair]) -> tuple[Any, ...]:
-    """All that a plan depends on; addresses are not among it."""
-    weights, grads = zip(*pairs, strict=True) if pairs else ((), ())
-    if None.__class__ in set(map(type, grads)):
-        seen = tuple(None if g is None else (g.dtype, g.stride()) for g in grads)
-    else:
-        seen = (*map(_dtype, grads), *map(Tensor.stride, grads))
-    return (
-        tuple(map(_device, weights)), tuple(map(_dtype, weights)), tuple(map(_shape, weights)),
-        tuple(map(Tensor.stride, weights)), seen,
-    )  # fmt: skip
-
-
-def places(tensors: Sequence[Tensor]) -> tuple[tuple[torch.device, torch.dtype], ...]:
-    """The device and the type of each."""
-    return tuple(zip(map(_device, tensors), map(_dtype, tensors), strict=True))
-
-
-def addresses(pairs: Sequence[Pair]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of the weights and of the gradients; 0 where there is none."""
-    weights, grads = zip(*pairs, strict=True)
-    if None.__class__ in set(map(type, grads)):
-        return tuple(map(Tensor.data_ptr, weights)), tuple(0 if g is None else g.data_ptr() for g in grads)
-    return tuple(map(Tensor.data_ptr, weights)), tuple(map(Tensor.data_ptr, grads))
+        return Pairs(tensors, grads)
+    return Pairs([local(t) for t in tensors], [local(grad(t)) if t.requires_grad else None for t in tensors])

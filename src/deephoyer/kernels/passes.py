@@ -16,7 +16,7 @@ from torch import Tensor
 
 from deephoyer.groups import ElementUnit, SliceUnit
 from deephoyer.kernels.layout import Matrix, matrix, walks_alike
-from deephoyer.kernels.looks import Pair, looks, pairs_of
+from deephoyer.kernels.looks import Pairs, pairs_of
 from deephoyer.kernels.plain import Plain, Term
 from deephoyer.kernels.sharded import Reduction, offsets, same_cut
 from deephoyer.kernels.slices import SEPARABLE, Face, SlicePlan, face_dim
@@ -72,18 +72,18 @@ class Passes:
         """Whether this backend has the penalty."""
         return not element_wise or isinstance(penalty, (ScaleFree, *SEPARABLE))
 
-    def element_sums(self, plan: Plan, pairs: list[Pair]) -> Tensor:
+    def element_sums(self, plan: Plan, pairs: Pairs) -> Tensor:
         """Σ|w| and Σw² of each element-wise term, as [2, terms]."""
         raise NotImplementedError
 
-    def slice_squares(self, plan: Plan, pairs: list[Pair]) -> Tensor:
+    def slice_squares(self, plan: Plan, pairs: Pairs) -> Tensor:
         """The squared norm of each slice; 0 for slices on other processes."""
         raise NotImplementedError
 
-    def add_elements_(self, plan: Plan, pairs: list[Pair], sums: Tensor | None, times: Tensor | None) -> None:
+    def add_elements_(self, plan: Plan, pairs: Pairs, sums: Tensor | None, times: Tensor | None) -> None:
         raise NotImplementedError
 
-    def add_slices_(self, plan: Plan, pairs: list[Pair], squares: Tensor, times: Tensor | None) -> None:
+    def add_slices_(self, plan: Plan, pairs: Pairs, squares: Tensor, times: Tensor | None) -> None:
         raise NotImplementedError
 
     # The passes
@@ -96,7 +96,7 @@ class Passes:
         if rest.terms:
             rest.add_grad_(times)
 
-    def _run(self, plan: Plan, pairs: list[Pair], times: Tensor | None) -> None:
+    def _run(self, plan: Plan, pairs: Pairs, times: Tensor | None) -> None:
         sums = self.element_sums(plan, pairs) if plan.wants_sums else None
         squares = self.slice_squares(plan, pairs) if plan.slices else None
         if plan.reduction.steps:
@@ -116,8 +116,8 @@ class Passes:
 
     # Sorting the terms
 
-    def _sorted(self, pairs: list[Pair]) -> tuple[list[Plan], Plain]:
-        key = looks(pairs)
+    def _sorted(self, pairs: Pairs) -> tuple[list[Plan], Plain]:
+        key = pairs.looks()
         if key != self._last[0]:
             if key not in self._plans:
                 if len(self._plans) > 8:
@@ -126,7 +126,7 @@ class Passes:
             self._last = key, self._plans[key]
         return self._last[1]
 
-    def _sort(self, pairs: list[Pair]) -> tuple[list[Plan], Plain]:
+    def _sort(self, pairs: Pairs) -> tuple[list[Plan], Plain]:
         number = {id(t): i for i, t in enumerate(self.tensors)}
         fits = [self._fits(*pair, tensor) for pair, tensor in zip(pairs, self.tensors, strict=True)]
         by_device: dict[torch.device, list[Term]] = {}
@@ -146,7 +146,7 @@ class Passes:
         whole = tensor if tensor.grad is None else tensor.grad
         return grad is None or (same_cut(tensor, whole) and walks_alike(weight, grad))
 
-    def _knows(self, term: Term, pairs: list[Pair], places: list[int], split_by: dict[int, int]) -> bool:
+    def _knows(self, term: Term, pairs: Pairs, places: list[int], split_by: dict[int, int]) -> bool:
         unit = term.unit
         if type(unit) is ElementUnit:
             return self.takes(term.penalty, element_wise=True) and pairs[places[0]][1] is not None
@@ -163,7 +163,7 @@ class Passes:
                 return False
         return True
 
-    def _plan(self, device: torch.device, terms: list[Term], pairs: list[Pair], number: dict[int, int]) -> Plan:
+    def _plan(self, device: torch.device, terms: list[Term], pairs: Pairs, number: dict[int, int]) -> Plan:
         used = {number[id(t)] for term in terms for t in term.unit.tensors}
         double = any(pairs[i][0].dtype == torch.float64 for i in used)
         dtype = torch.float64 if double else torch.float32
@@ -178,7 +178,7 @@ class Passes:
         return Plan(device, dtype, elements, slices, _pieces(faces, pairs, number), reduction, wants_sums)
 
 
-def _pieces(faces: list[Face], pairs: list[Pair], number: dict[int, int]) -> list[Piece]:
+def _pieces(faces: list[Face], pairs: Pairs, number: dict[int, int]) -> list[Piece]:
     """Each sliced tensor once, with the numbers of its local slices along both dimensions."""
     by_tensor: dict[int, list[Face]] = {}
     for face in faces:

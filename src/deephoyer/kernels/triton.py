@@ -20,7 +20,7 @@ from torch import Tensor
 from deephoyer.kernels import triton_elements, triton_slices
 from deephoyer.kernels.addresses import AddressBook
 from deephoyer.kernels.launcher import Launcher
-from deephoyer.kernels.looks import Pair, addresses
+from deephoyer.kernels.looks import Pairs
 from deephoyer.kernels.passes import Passes, Plan
 from deephoyer.kernels.slices import one_penalty
 from deephoyer.kernels.tables import ChunkTable, TileTable, chunk_table, tile_table
@@ -35,7 +35,7 @@ HEIGHT, WIDTH = 32, 128  # the same for slices: rows and columns
 LARGE = {"num_warps": 8, "enable_fp_fusion": True}
 SMALL = {"num_warps": 4, "enable_fp_fusion": True}
 FACE_BLOCK, FACE_DEEP = 64, 16
-Make = Callable[[Plan, list[Pair], list[bool]], Any]
+Make = Callable[[Plan, Pairs, list[bool]], Any]
 
 
 @dataclass(eq=False)
@@ -61,12 +61,15 @@ class SliceWork:
 
 @dataclass(eq=False)
 class Desk:
-    """What a plan needs at every step: for each kind of work the tensors, the strengths, and where all was last."""
+    """What a plan needs at every step: for each kind of work the tensors, the strengths, and where all was last.
+
+    A strength has one tensor for each device and type, and a plan is for one of each: so the tensors stay the same.
+    """
 
     book: AddressBook
     one: Tensor
     at: dict[str, list[int]]
-    scales: dict[str, tuple[int, ...]]
+    scales: dict[str, list[Tensor]]
     work: dict[tuple[str, tuple[bool, ...]], Any] = field(default_factory=dict)
     last: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     found: dict[str, Any] = field(default_factory=dict)  # by the first pass, for the second
@@ -88,14 +91,14 @@ class Triton(Passes):
     def _untraced(self, times: Tensor | None) -> None:
         super().add_grad_(times)
 
-    def _run(self, plan: Plan, pairs: list[Pair], times: Tensor | None) -> None:
+    def _run(self, plan: Plan, pairs: Pairs, times: Tensor | None) -> None:
         with _current(plan.device):
             super()._run(plan, pairs, times)
 
     def takes(self, penalty: Penalty, element_wise: bool) -> bool:
         return not element_wise or kind_of(penalty) is not None
 
-    def element_sums(self, plan: Plan, pairs: list[Pair]) -> Tensor:
+    def element_sums(self, plan: Plan, pairs: Pairs) -> Tensor:
         desk = _desk(plan)
         desk.found["elements"] = found = _prepared(desk, "elements", plan, pairs, element_work)
         work, (weights, _, _) = found
@@ -107,7 +110,7 @@ class Triton(Passes):
         work.totals(partial, table.first, table.ends, sums, table.chunks, len(plan.elements))
         return sums
 
-    def add_elements_(self, plan: Plan, pairs: list[Pair], sums: Tensor | None, times: Tensor | None) -> None:
+    def add_elements_(self, plan: Plan, pairs: Pairs, sums: Tensor | None, times: Tensor | None) -> None:
         desk = _desk(plan)
         found = desk.found.pop("elements", None) or _prepared(desk, "elements", plan, pairs, element_work)
         work, (weights, grads, scales) = found
@@ -118,7 +121,7 @@ class Triton(Passes):
         for begin, launch in work.adds:
             launch(*tables, sums, scales, factor, begin, count, foreign=times is not None)
 
-    def slice_squares(self, plan: Plan, pairs: list[Pair]) -> Tensor:
+    def slice_squares(self, plan: Plan, pairs: Pairs) -> Tensor:
         assert plan.slices is not None
         desk = _desk(plan)
         desk.found["slices"] = found = _prepared(desk, "slices", plan, pairs, slice_work)
@@ -132,7 +135,7 @@ class Triton(Passes):
             work.faces(partial, table.block_of, table.faces, squares)
         return squares
 
-    def add_slices_(self, plan: Plan, pairs: list[Pair], squares: Tensor, times: Tensor | None) -> None:
+    def add_slices_(self, plan: Plan, pairs: Pairs, squares: Tensor, times: Tensor | None) -> None:
         work, (weights, grads, scales) = _desk(plan).found.pop("slices")
         c = self._coefficients(plan, work, scales, squares, times)
         for begin, launch in work.adds:
@@ -161,7 +164,7 @@ def _current(device: torch.device) -> AbstractContextManager[Any]:
 # What is launched, made once for tensors that are of these types and aligned like this
 
 
-def element_work(plan: Plan, pairs: list[Pair], aligned: list[bool]) -> ElementWork:
+def element_work(plan: Plan, pairs: Pairs, aligned: list[bool]) -> ElementWork:
     table = chunk_table(plan, pairs, aligned)
     sums, adds = [], []
     for at in table.launches:
@@ -177,7 +180,7 @@ def element_work(plan: Plan, pairs: list[Pair], aligned: list[bool]) -> ElementW
     return ElementWork(table, sums, totals, adds[::-1])
 
 
-def slice_work(plan: Plan, pairs: list[Pair], aligned: list[bool]) -> SliceWork:
+def slice_work(plan: Plan, pairs: Pairs, aligned: list[bool]) -> SliceWork:
     table = tile_table(plan, pairs, aligned, WIDTH, FACE_BLOCK)
     squares, adds, faces = [], [], None
     for at in table.launches:
@@ -208,25 +211,19 @@ def _coefficient_launcher(plan: Plan) -> Launcher | None:
 
 def _desk(plan: Plan) -> Desk:
     if plan.tables is None:
-        sliced = plan.slices.terms if plan.slices else []
-        plan.tables = Desk(
-            AddressBook(plan.device),
-            torch.ones((), dtype=plan.dtype, device=plan.device),
-            {"elements": [e.at for e in plan.elements], "slices": [p.at for p in plan.pieces]},
-            # A strength has one tensor for each device and type, and a plan is for one of each.
-            {
-                "elements": tuple(e.term.scale.data_ptr() for e in plan.elements),
-                "slices": tuple(t.scale.data_ptr() for t in sliced),
-            },
-        )
+        at = {"elements": [e.at for e in plan.elements], "slices": [p.at for p in plan.pieces]}
+        terms = {"elements": [e.term for e in plan.elements], "slices": plan.slices.terms if plan.slices else []}
+        scales = {kind: [t.scale for t in found] for kind, found in terms.items()}
+        one = torch.ones((), dtype=plan.dtype, device=plan.device)
+        plan.tables = Desk(AddressBook(plan.device), one, at, scales)
     desk: Desk = plan.tables
     return desk
 
 
-def _prepared(desk: Desk, kind: str, plan: Plan, pairs: list[Pair], make: Make) -> tuple[Any, list[Tensor]]:
+def _prepared(desk: Desk, kind: str, plan: Plan, pairs: Pairs, make: Make) -> tuple[Any, list[Tensor]]:
     """The work of this kind, for where the tensors are now, and the tables that say where."""
     at = desk.at[kind]
-    sections = (*addresses([pairs[i] for i in at]), desk.scales[kind])
+    sections = (*pairs.pick(at).addresses(), tuple(map(Tensor.data_ptr, desk.scales[kind])))
     last, work = desk.last.get(kind, (None, None))
     if sections != last:
         aligned = tuple((w | g) % 16 == 0 for w, g in zip(sections[0], sections[1], strict=True))
