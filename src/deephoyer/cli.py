@@ -93,6 +93,7 @@ def sweep(
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help="for every run")] = None,
     grid: Annotated[list[str] | None, typer.Option("--grid", help="key=value,value,… ; several multiply")] = None,
     jobs: Annotated[int, typer.Option("--jobs", min=0, help="runs at once; 0 chooses")] = 0,
+    mps: Annotated[bool, typer.Option("--mps/--no-mps", help="share a GPU through NVIDIA's MPS where it is")] = True,
     folder: Annotated[Path, typer.Option("--out", help="where the runs' folders go")] = Path("runs"),
 ) -> None:
     """Runs a recipe once for every combination of a grid, several at once; what is done is not done again."""
@@ -106,9 +107,9 @@ def sweep(
     try:
         if out.is_terminal:
             with Live(console=out, refresh_per_second=4) as live:
-                sweeps.run_all(recipe, changes, team, at_once, live)
+                sweeps.run_all(recipe, changes, team, at_once, live, mps=mps, say=_complain)
         else:
-            sweeps.run_all(recipe, changes, team, at_once, None)
+            sweeps.run_all(recipe, changes, team, at_once, None, mps=mps, say=_complain)
     except KeyboardInterrupt:
         _complain("interrupted; nothing is lost. The same command goes on.")
         raise typer.Exit(130) from None
