@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from deephoyer import __version__
+from deephoyer.bench.commands import bench
 from deephoyer.errors import UserError, unknown
 from deephoyer.report import commands
 
@@ -214,7 +215,7 @@ def summary(
     out.print(measure(network, example, baseline=other), highlight=False)
 
 
-for _command in (commands.publish, commands.verify, commands.table, commands.figure):
+for _command in (commands.publish, commands.verify, commands.table, commands.figure, bench):
     app.command()(_command)
 
 
