@@ -1,4 +1,4 @@
-"""The command `bench`: measures on this machine, prints a short table of ratios, writes a record. `cli.py` hooks it in."""
+"""The command `bench`: measures on this machine, prints a table of ratios, writes a record. `cli.py` hooks it in."""
 
 from __future__ import annotations
 

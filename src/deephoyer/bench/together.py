@@ -10,6 +10,7 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,16 @@ from deephoyer.errors import UserError
 from deephoyer.train import sweep
 
 
-def together(count: int, device: str, epochs: int, case: str = "resnet-56", mps: bool = True) -> dict[str, Any]:
+def together(
+    count: int, device: str, epochs: int, mps: bool = True, case: str = "resnet-56", changes: Sequence[str] = ()
+) -> dict[str, Any]:
     """Seconds of a steady epoch, alone and `count` at once, and the wall clock of both sweeps."""
     notes: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / f"{case}.yaml"
         file.write_text(recipe(case, device, epochs, bare_epochs=0).to_yaml())
-        one, one_wall = _sweep(file, 1, mps, notes)
-        many, many_wall = _sweep(file, count, mps, notes)
+        one, one_wall = _sweep(file, changes, 1, mps, notes)
+        many, many_wall = _sweep(file, changes, count, mps, notes)
     return {
         "networks": count,
         "notes": notes,
@@ -38,11 +41,11 @@ def together(count: int, device: str, epochs: int, case: str = "resnet-56", mps:
     }
 
 
-def _sweep(file: Path, count: int, mps: bool, notes: list[str]) -> tuple[float, float]:
+def _sweep(file: Path, changes: Sequence[str], count: int, mps: bool, notes: list[str]) -> tuple[float, float]:
     strengths = ",".join(f"{i + 1}e-4" for i in range(count))
-    team = sweep.members(str(file), [], [f"regularize.strength={strengths}"], file.parent / str(count))
+    team = sweep.members(str(file), changes, [f"regularize.strength={strengths}"], file.parent / str(count))
     began = time.monotonic()
-    sweep.run_all(str(file), [], team, count, None, mps=mps, say=notes.append, module="deephoyer.bench")
+    sweep.run_all(str(file), changes, team, count, None, mps=mps, say=notes.append, module="deephoyer.bench")
     wall = time.monotonic() - began
     seconds: list[float] = []
     for member in team:
