@@ -7,7 +7,7 @@ line of Python for each tensor, and compared as a whole with what it was.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -20,7 +20,6 @@ from deephoyer.kernels.sharded import local
 _dtype, _device, _shape = attrgetter("dtype"), attrgetter("device"), attrgetter("shape")
 _grad, _trained = attrgetter("grad"), attrgetter("requires_grad")
 _PLAIN = {Tensor, nn.Parameter}
-_NONE = type(None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +28,7 @@ class Pairs:
 
     weights: list[Tensor]
     grads: list[Any]
+    frozen: bool  # whether any is
 
     def __len__(self) -> int:
         return len(self.weights)
@@ -39,14 +39,14 @@ class Pairs:
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         return zip(self.weights, self.grads, strict=True)
 
-    def pick(self, at: Sequence[int]) -> Pairs:
+    def pick(self, at: list[int]) -> Pairs:
         """Those with the numbers `at`."""
-        return Pairs([self.weights[i] for i in at], [self.grads[i] for i in at])
+        return Pairs([self.weights[i] for i in at], [self.grads[i] for i in at], self.frozen)
 
     def looks(self) -> tuple[Any, ...]:
         """All that a plan depends on; addresses are not among it."""
         weights, grads = self.weights, self.grads
-        if _NONE in set(map(type, grads)):
+        if self.frozen:
             seen: tuple[Any, ...] = tuple(None if g is None else (g.dtype, g.stride()) for g in grads)
         else:
             seen = (*map(_dtype, grads), *map(Tensor.stride, grads))
@@ -58,7 +58,7 @@ class Pairs:
     def addresses(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Of the weights and of the gradients; 0 where there is none."""
         weights = tuple(map(Tensor.data_ptr, self.weights))
-        if _NONE in set(map(type, self.grads)):
+        if self.frozen:
             return weights, tuple(0 if g is None else g.data_ptr() for g in self.grads)
         return weights, tuple(map(Tensor.data_ptr, self.grads))
 
@@ -67,5 +67,6 @@ def pairs_of(tensors: list[Tensor], grad: Callable[[Tensor], Tensor] = grad_of) 
     """Each tensor with its gradient; `grad` gives one that is not there yet."""
     grads = list(map(_grad, tensors))
     if all(map(_trained, tensors)) and {*map(type, tensors), *map(type, grads)} <= _PLAIN:
-        return Pairs(tensors, grads)
-    return Pairs([local(t) for t in tensors], [local(grad(t)) if t.requires_grad else None for t in tensors])
+        return Pairs(tensors, grads, False)
+    grads = [local(grad(t)) if t.requires_grad else None for t in tensors]
+    return Pairs([local(t) for t in tensors], grads, any(g is None for g in grads))
