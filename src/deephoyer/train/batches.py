@@ -7,6 +7,7 @@ replayed on its own after a kill, and a captured step has no random numbers in i
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,6 +48,12 @@ def draw(pool: Tensor, batch_size: int, shift: int, flip: bool, seed: int) -> Ep
     flips = torch.randint(0, 2, (steps, batch), generator=generator).bool() if flip else None
     parts = (None if t is None else t.to(pool.device) for t in (order, shifts, flips))
     return Epoch(*parts)  # type: ignore[arg-type]
+
+
+def side_by_side(epochs: Sequence[Epoch]) -> Epoch:
+    """The epochs of several networks as one: a step's tensors get a first dimension for the network."""
+    parts = ([getattr(e, part) for e in epochs] for part in ("index", "shift", "flip"))
+    return Epoch(*(None if p[0] is None else torch.stack(p, 1) for p in parts))  # type: ignore[arg-type]
 
 
 def images(

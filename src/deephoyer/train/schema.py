@@ -157,7 +157,7 @@ class Distill(_Part):
 
 
 class Recipe(_Part):
-    """The whole job: a model, its data, four stages."""
+    """The whole job: a model, its data, four stages; `rounds` repeats regularize and prune before finetuning."""
 
     model: str | dict[str, Any]
     data: str | dict[str, Any]
@@ -169,9 +169,10 @@ class Recipe(_Part):
     shift: int = Field(default=0, ge=0, le=16)
     flip: bool = False
     capture: Literal["auto", "off"] = "auto"
-    precision: Literal["float32", "bfloat16"] = "float32"
+    precision: Literal["float32", "tf32", "bfloat16"] = "float32"
     channels_last: bool = False
     distill: Distill | None = None
+    rounds: int = Field(default=1, ge=1)
     pretrain: Pretrain
     regularize: Regularize
     prune: Prune

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from deephoyer.regularizer import Regularizer
+from deephoyer.train.rates import set_rate
 
 Forward = Callable[[Tensor, "Tensor | None", "Tensor | None"], Tensor]
 Draw = tuple[Tensor, "Tensor | None", "Tensor | None"]
@@ -21,10 +22,23 @@ class PlainStep:
     """Runs a step as it is called; `loss` sums the losses of the steps since `restart`."""
 
     def __init__(
-        self, forward: Forward, optimizer: torch.optim.Optimizer, regularizer: Regularizer | None, device: torch.device
+        self,
+        forward: Forward,
+        optimizer: torch.optim.Optimizer,
+        regularizer: Regularizer | None,
+        device: torch.device,
+        shape: tuple[int, ...] = (),
     ):
         self.forward, self.optimizer, self.regularizer = forward, optimizer, regularizer
-        self.loss = torch.zeros((), device=device)
+        self.loss = torch.zeros(shape, device=device)
+
+    def epoch(self, drawn, rates) -> None:
+        now = None
+        for i, rate in enumerate(rates):
+            if rate != now:
+                set_rate(self.optimizer, rate)
+                now = rate
+            self(drawn.step(i))
 
     def restart(self) -> None:
         self.loss.zero_()
@@ -37,7 +51,7 @@ class PlainStep:
     def _once(self, draw: Draw) -> None:
         loss = self.forward(*draw)
         self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        loss.sum().backward()
         if self.regularizer is not None:
             self.regularizer.add_grad_(advance=False)
         self.optimizer.step()
