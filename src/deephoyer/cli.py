@@ -93,6 +93,7 @@ def sweep(
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help="for every run")] = None,
     grid: Annotated[list[str] | None, typer.Option("--grid", help="key=value,value,… ; several multiply")] = None,
     jobs: Annotated[int, typer.Option("--jobs", min=0, help="runs at once; 0 chooses")] = 0,
+    stack: Annotated[bool, typer.Option("--stack", help="small networks: train all as one batched network")] = False,
     folder: Annotated[Path, typer.Option("--out", help="where the runs' folders go")] = Path("runs"),
 ) -> None:
     """Runs a recipe once for every combination of a grid, several at once; what is done is not done again."""
@@ -104,7 +105,9 @@ def sweep(
     team = sweeps.members(recipe, changes, grid or [], folder)
     at_once = jobs or sweeps.default_jobs()
     try:
-        if out.is_terminal:
+        if stack:
+            sweeps.run_stacked(recipe, changes, team, lambda text: out.print(text, highlight=False))
+        elif out.is_terminal:
             with Live(console=out, refresh_per_second=4) as live:
                 sweeps.run_all(recipe, changes, team, at_once, live)
         else:

@@ -1,4 +1,4 @@
-"""What training lowers: the cross-entropy of a batch, or the distillation loss; the penalty comes on top as a gradient."""
+"""What training lowers: the cross-entropy of a batch, or the distillation loss. The penalty is added as a gradient."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from deephoyer.train.schema import Recipe
 
 @dataclass(eq=False)
 class Objective:
-    """Called with a step's draw, gives the loss: a number, or for stacked networks (index: networks × batch) one each."""
+    """Called with a step's draw, gives the loss; for stacked networks (index: networks × batch) one each."""
 
     model: nn.Module
     data: Dataset
