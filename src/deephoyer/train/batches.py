@@ -7,6 +7,7 @@ replayed on its own after a kill, and a captured step has no random numbers in i
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -32,9 +33,21 @@ class Epoch:
     def __len__(self) -> int:
         return len(self.index)
 
+    def parts(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        return self.index, self.shift, self.flip
+
     def step(self, i: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
         pick = [None if t is None else t[i] for t in (self.shift, self.flip)]
         return self.index[i], pick[0], pick[1]
+
+    def to(self, device: torch.device) -> Epoch:
+        """The same on a device; a copy to CUDA is only begun, behind what the device has to do already."""
+        return self.each(lambda tensor: _sent(tensor, device))
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Epoch:
+        """The same with every tensor changed."""
+        shift, flip = (None if t is None else change(t) for t in (self.shift, self.flip))
+        return Epoch(change(self.index), shift, flip)
 
 
 def draw(pool: Tensor, batch_size: int, shift: int, flip: bool, seed: int) -> Epoch:
@@ -45,8 +58,12 @@ def draw(pool: Tensor, batch_size: int, shift: int, flip: bool, seed: int) -> Ep
     order = pool.cpu()[torch.randperm(len(pool), generator=generator)[: steps * batch]].view(steps, batch)
     shifts = torch.randint(-shift, shift + 1, (steps, batch, 2), generator=generator) if shift else None
     flips = torch.randint(0, 2, (steps, batch), generator=generator).bool() if flip else None
-    parts = (None if t is None else t.to(pool.device) for t in (order, shifts, flips))
-    return Epoch(*parts)  # type: ignore[arg-type]
+    return Epoch(order, shifts, flips).to(pool.device)
+
+
+def _sent(tensor: Tensor, device: torch.device) -> Tensor:
+    pinned = tensor.pin_memory() if device.type == "cuda" and tensor.device.type == "cpu" else tensor
+    return pinned.to(device, non_blocking=True)
 
 
 def images(

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +28,19 @@ from deephoyer.penalties import PENALTIES
 from deephoyer.regularizer import Regularizer
 from deephoyer.structure import Coupled
 from deephoyer.train import batches, checkpoint, environment
+from deephoyer.train.batches import Epoch
 from deephoyer.train.distill import Teachers
 from deephoyer.train.folder import RunFolder
 from deephoyer.train.progress import Silent
-from deephoyer.train.rates import make_optimizer, rate_at, set_rate
+from deephoyer.train.rates import make_optimizer, rate_at
 from deephoyer.train.schema import STAGES, Recipe, Regularize, Training, named
 from deephoyer.train.step import CapturedStep, Forward, PlainStep
 
 SAVE_SECONDS = 5.0
 """A checkpoint is written at the end of an epoch when the last one is older than this."""
+
+WATCHED_AT_ONCE = {"cpu": 1000, "cuda": 5000}
+"""Images in a batch when the accuracy is watched between epochs."""
 
 
 @dataclass
@@ -63,6 +68,7 @@ class Run:
         self.state = State()
         self.masks: Masks | None = None
         self._best: dict[str, Tensor] = {}
+        self._ahead: tuple[int, Epoch] | None = None
         self._saved = time.monotonic()
 
     def execute(self) -> Run:
@@ -112,7 +118,7 @@ class Run:
             everything = torch.randperm(count, generator=torch.Generator().manual_seed(0))
         held = round(self.recipe.held_out * count) if self.recipe.select == "held-out" else 0
         self.held_out = everything[:held].to(self.device)
-        self.pool = everything[held:].sort().values.to(self.device)
+        self.pool = everything[held:].sort().values  # on the CPU, where epochs are drawn
         if len(self.pool) < 1:
             raise UserError(f"held_out: {self.recipe.held_out} of {count} images leaves none to train on.")
 
@@ -185,61 +191,85 @@ class Run:
 
     def _epoch(self, stage: str, settings: Training, epoch: int, step: PlainStep) -> dict[str, Any]:
         began = time.monotonic()
-        recipe = self.recipe
-        seed = batches.seed_of(recipe.seed, stage, epoch)
-        torch.manual_seed(seed)  # for dropout
-        drawn = batches.draw(self.pool, recipe.batch_size, recipe.shift, recipe.flip, seed)
+        torch.manual_seed(self._seed(stage, epoch))  # for dropout
+        drawn = self._drawn(stage, epoch)
+        count = len(drawn)
+        rates = [rate_at(settings, epoch * count + i, count) for i in range(count)]
         self.model.train()
         step.restart()
-        now = None
-        for i in range(len(drawn)):
-            rate = rate_at(settings, epoch * len(drawn) + i, len(drawn))
-            if rate != now:
-                set_rate(step.optimizer, rate)
-                now = rate
-            step(drawn.step(i))
-        loss = step.loss.item() / len(drawn)
+        step.epoch(drawn, rates)
+        numbers = {"loss": step.loss, "right": self._right()}
+        if isinstance(step.regularizer, Regularizer):
+            numbers |= _numbers_of(step.regularizer)
+        if epoch + 1 < settings.epochs and self.device.type == "cuda":
+            self._draw_ahead(stage, epoch + 1)
+        found = _read(numbers)
+        loss = found.pop("loss") / count
         if not math.isfinite(loss):
             raise UserError(
                 f"{stage}: the loss is {loss} in epoch {epoch + 1}; the last good checkpoint is in "
                 f"{self.folder.checkpoints}. A lower lr or strength may help."
             )
         self.state.epoch = epoch + 1
-        line = {
-            "stage": stage,
-            "epoch": epoch + 1,
-            "loss": loss,
-            "lr": rate_at(settings, epoch * len(drawn), len(drawn)),
-        }
-        line |= self._watch(stage)
-        if step.regularizer is not None:
-            line["penalty"] = step.regularizer.loss().item()
-            line["effective_density"] = step.regularizer.effective_density().item()
-        return line | {"seconds": round(time.monotonic() - began, 3)}
+        line: dict[str, Any] = {"stage": stage, "epoch": epoch + 1, "loss": loss, "lr": rates[0]}
+        line |= self._watch(stage, found.pop("right") / len(self._watched[0]))
+        return line | found | {"seconds": round(time.monotonic() - began, 3)}
 
-    def _watch(self, stage: str) -> dict[str, float]:
+    def _seed(self, stage: str, epoch: int) -> int:
+        return batches.seed_of(self.recipe.seed, stage, epoch)
+
+    def _drawn(self, stage: str, epoch: int) -> Epoch:
+        """An epoch's draws: those made ahead, or new ones."""
+        seed = self._seed(stage, epoch)
+        if self._ahead is None or self._ahead[0] != seed:
+            recipe = self.recipe
+            made = batches.draw(self.pool, recipe.batch_size, recipe.shift, recipe.flip, seed)
+            self._ahead = seed, made.to(self.device)
+        return self._ahead[1]
+
+    def _draw_ahead(self, stage: str, epoch: int) -> None:
+        """Draws an epoch while the device is busy with the one before."""
+        self._drawn(stage, epoch)
+
+    def _watch(self, stage: str, now: float) -> dict[str, float]:
         """The accuracy that this run may select by, after an epoch; keeps the weights of the best one."""
-        if self.recipe.select == "held-out":
-            key, now = "held_out", self.accuracy(self.data.train_x[self.held_out], self.data.train_y[self.held_out])
-        else:
-            key, now = "test", self.accuracy(self.data.test_x, self.data.test_y)
         if now > self.state.best and stage != "regularize":
             self.state.best, self.state.best_epoch = now, self.state.epoch
-            self._best = {n: t.clone() for n, t in self.model.state_dict().items()}
-        return {key: now}
+            for name, tensor in self.model.state_dict().items():
+                if name in self._best:
+                    self._best[name].copy_(tensor)
+                else:
+                    self._best[name] = tensor.clone()
+        return {"held_out" if self.recipe.select == "held-out" else "test": now}
+
+    @cached_property
+    def _watched(self) -> tuple[Tensor, Tensor]:
+        """The images and labels that this run may select by."""
+        if self.recipe.select == "held-out":
+            return self.data.train_x[self.held_out], self.data.train_y[self.held_out]
+        return self.data.test_x, self.data.test_y
+
+    @torch.inference_mode()
+    def _right(self) -> Tensor:
+        """How many of the watched images the model gets right, computed as in training; does not wait."""
+        self.model.eval()
+        parts = zip(*(t.split(WATCHED_AT_ONCE[self.device.type]) for t in self._watched), strict=True)
+        return torch.stack([(self._logits(self.data.floats(x)).argmax(1) == y).sum() for x, y in parts]).sum()
 
     # Parts of a step
 
-    def _loss_with(self, teachers: Teachers | None) -> Forward:
-        half = self.recipe.precision == "bfloat16"
+    def _logits(self, x: Tensor) -> Tensor:
+        """The model's outputs in the recipe's precision and memory format."""
+        if self.recipe.channels_last:
+            x = x.contiguous(memory_format=torch.channels_last)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.precision == "bfloat16"):
+            logits: Tensor = self.model(x)
+        return logits.float()
 
+    def _loss_with(self, teachers: Teachers | None) -> Forward:
         def loss(index: Tensor, shift: Tensor | None, flip: Tensor | None) -> Tensor:
             x, y = batches.images(self.data, index, shift, flip, self.recipe.shift)
-            if self.recipe.channels_last:
-                x = x.contiguous(memory_format=torch.channels_last)
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=half):
-                logits = self.model(x)
-            logits = logits.float()
+            logits = self._logits(x)
             return teachers.loss(logits, y, index, shift, flip) if teachers else F.cross_entropy(logits, y)
 
         return loss
@@ -310,6 +340,16 @@ class Run:
         self.state.metrics_size = self.folder.metrics_size()
         checkpoint.save(self.folder.checkpoints, tensors, asdict(self.state))
         self._saved = time.monotonic()
+
+
+@torch.no_grad()
+def _numbers_of(regularizer: Regularizer) -> dict[str, Tensor]:
+    return {"penalty": regularizer.loss(), "effective_density": regularizer.effective_density()}
+
+
+def _read(numbers: dict[str, Tensor]) -> dict[str, float]:
+    """Numbers from the device, all at once: the one time that an epoch waits for it."""
+    return dict(zip(numbers, torch.stack([n.double() for n in numbers.values()]).tolist(), strict=True))
 
 
 def _renamed(settings: dict[str, Any]) -> dict[str, Any]:
