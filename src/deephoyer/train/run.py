@@ -29,6 +29,7 @@ from deephoyer.regularizer import Regularizer
 from deephoyer.structure import Coupled
 from deephoyer.train import batches, checkpoint, environment
 from deephoyer.train.batches import Epoch
+from deephoyer.train.compiling import Compiled, repeated
 from deephoyer.train.distill import Teachers
 from deephoyer.train.folder import RunFolder
 from deephoyer.train.progress import Silent
@@ -267,9 +268,12 @@ class Run:
         return logits.float()
 
     def _loss_with(self, teachers: Teachers | None) -> Forward:
+        compiled = Compiled(repeated(self.model) if self.recipe.compile == "blocks" else ())
+
         def loss(index: Tensor, shift: Tensor | None, flip: Tensor | None) -> Tensor:
             x, y = batches.images(self.data, index, shift, flip, self.recipe.shift)
-            logits = self._logits(x)
+            with compiled.on():
+                logits = self._logits(x)
             return teachers.loss(logits, y, index, shift, flip) if teachers else F.cross_entropy(logits, y)
 
         return loss
