@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deephoyer.data import Dataset
+from deephoyer.train.places import looked_up
 
 
 def seed_of(*parts: object) -> int:
@@ -70,6 +71,8 @@ def images(
     data: Dataset, index: Tensor, shift: Tensor | None, flip: Tensor | None, reach: int
 ) -> tuple[Tensor, Tensor]:
     """Training images and labels; `reach` is the largest shift, for the padding."""
+    if data.train_x.is_cuda:
+        return looked_up(data, index, shift, flip, reach), data.train_y.index_select(0, index)
     x = data.train_x.index_select(0, index)
     if shift is not None:
         x = moved(x, shift, reach)
