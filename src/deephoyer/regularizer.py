@@ -88,9 +88,15 @@ class Regularizer:
 
     def step(self) -> None:
         """Advances a scheduled strength. `add_grad_` and an attached optimizer do it themselves."""
+        moves = not self.settled
         self.steps += 1
-        if not all(isinstance(s, strengths.Constant) for s in self.schedules.values()):
+        if moves:
             self._rescale()
+
+    @property
+    def settled(self) -> bool:
+        """Whether the strength stays as it is now: a constant one, or a warm-up that is over."""
+        return all(strengths.settled(s, self.steps) for s in self.schedules.values())
 
     def _follow(self) -> None:
         """New scales where `model.to(...)` has taken weights to another device or precision."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from deephoyer.data import Dataset
 from deephoyer.train.batches import moved
+from deephoyer.train.places import place
 
 
 class Teachers:
@@ -44,12 +45,9 @@ class Teachers:
         self, logits: Tensor, labels: Tensor, index: Tensor, shift: Tensor | None, flip: Tensor | None
     ) -> Tensor:
         """For each image (1 − weight) × cross-entropy with the label + weight × T² × divergence from the teachers."""
-        place = torch.zeros_like(index)
-        width = 2 * self.reach + 1
-        if shift is not None:
-            place = (shift[:, 0] + self.reach) * width + shift[:, 1] + self.reach
-        if flip is not None:
-            place = place + flip * width**2
         softened = F.log_softmax(logits / self.temperature, 1)
-        far = F.kl_div(softened, self.table[place, index], reduction="none").sum(1) * self.temperature**2
+        far = (
+            F.kl_div(softened, self.table[place(index, shift, flip, self.reach), index], reduction="none").sum(1)
+            * self.temperature**2
+        )
         return (1 - self.weight) * F.cross_entropy(logits, labels, reduction="none") + self.weight * far

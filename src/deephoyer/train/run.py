@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,10 @@ from deephoyer.penalties import PENALTIES
 from deephoyer.regularizer import Regularizer
 from deephoyer.structure import Coupled
 from deephoyer.train import batches, checkpoint, environment
+from deephoyer.train.batches import Epoch
 from deephoyer.train.distill import Teachers
 from deephoyer.train.folder import RunFolder
-from deephoyer.train.objective import Objective
+from deephoyer.train.objective import Objective, logits
 from deephoyer.train.progress import Silent
 from deephoyer.train.rates import make_optimizer, rate_at, rates_in
 from deephoyer.train.schema import STAGES, Recipe, Regularize, Training, named
@@ -38,6 +40,9 @@ TITLES = {"pretrain": "dense", "regularize": "regularized", "prune": "pruned", "
 """What the network is called after each stage."""
 SAVE_SECONDS = 5.0
 """A checkpoint is written at the end of an epoch when the last one is older than this."""
+
+WATCHED_AT_ONCE = {"cpu": 1000, "cuda": 5000}
+"""Images in a batch when the accuracy is watched between epochs."""
 
 
 @dataclass
@@ -66,6 +71,7 @@ class Run:
         self.state = State()
         self.masks: Masks | None = None
         self._best: dict[str, Tensor] = {}
+        self._ahead: tuple[int, Epoch] | None = None
         self._saved = time.monotonic()
 
     def execute(self) -> Run:
@@ -115,7 +121,7 @@ class Run:
             everything = torch.randperm(count, generator=torch.Generator().manual_seed(0))
         held = round(self.recipe.held_out * count) if self.recipe.select == "held-out" else 0
         self.held_out = everything[:held].to(self.device)
-        self.pool = everything[held:].sort().values.to(self.device)
+        self.pool = everything[held:].sort().values  # on the CPU, where epochs are drawn
         if len(self.pool) < 1:
             raise UserError(f"held_out: {self.recipe.held_out} of {count} images leaves none to train on.")
 
@@ -195,26 +201,35 @@ class Run:
 
     def _epoch(self, stage: str, settings: Training, epoch: int, step: PlainStep) -> dict[str, Any]:
         began = time.monotonic()
+        torch.manual_seed(self._seed(epoch))  # for dropout
         drawn = self.draw(epoch)
         self.model.train()
         step.restart()
         step.epoch(drawn, rates_in(settings, epoch, len(drawn)))
-        loss = step.loss.item() / len(drawn)
+        numbers = {"loss": step.loss, "right": self._right()}
+        if isinstance(step.regularizer, Regularizer):
+            numbers |= _numbers_of(step.regularizer)
+        if epoch + 1 < settings.epochs and self.device.type == "cuda":
+            self.draw(epoch + 1)  # while the device is busy with this one
+        found = _read(numbers)
         self.state.epoch = epoch + 1
-        line = self.describe_epoch(settings, loss, self.accuracy(*self.watched()))
-        if step.regularizer is not None:
-            line["penalty"] = step.regularizer.loss().item()
-            line["effective_density"] = step.regularizer.effective_density().item()
-        return line | {"seconds": round(time.monotonic() - began, 3)}
+        right = found.pop("right") / len(self.watched[0])
+        line = self.describe_epoch(settings, found.pop("loss") / len(drawn), right)
+        return line | found | {"seconds": round(time.monotonic() - began, 3)}
 
-    def draw(self, epoch: int) -> batches.Epoch:
-        """The batches of an epoch of this stage; what else is random in it is seeded, too."""
-        recipe, state = self.recipe, self.state
-        again = (state.round,) if state.round else ()
-        seed = batches.seed_of(recipe.seed, state.stage, epoch, *again)
-        torch.manual_seed(seed)  # for dropout
-        return batches.draw(self.pool, recipe.batch_size, recipe.shift, recipe.flip, seed)
+    def _seed(self, epoch: int) -> int:
+        again = (self.state.round,) if self.state.round else ()
+        return batches.seed_of(self.recipe.seed, self.state.stage, epoch, *again)
 
+    def draw(self, epoch: int) -> Epoch:
+        """The batches of an epoch of this stage: those drawn ahead, or new ones."""
+        seed, recipe = self._seed(epoch), self.recipe
+        if self._ahead is None or self._ahead[0] != seed:
+            made = batches.draw(self.pool, recipe.batch_size, recipe.shift, recipe.flip, seed)
+            self._ahead = seed, made.to(self.device)
+        return self._ahead[1]
+
+    @cached_property
     def watched(self) -> tuple[Tensor, Tensor]:
         """The images, and their labels, whose accuracy this run may select by."""
         if self.recipe.select == "held-out":
@@ -231,7 +246,7 @@ class Run:
             )
         if accuracy > state.best and state.stage != "regularize":
             state.best, state.best_epoch = accuracy, state.epoch
-            self._best = {n: t.clone() for n, t in self.model.state_dict().items()}
+            self._keep_best()
         return {
             "stage": state.stage,
             **({"round": state.round + 1} if state.round else {}),
@@ -241,11 +256,26 @@ class Run:
             "held_out" if self.recipe.select == "held-out" else "test": accuracy,
         }
 
+    def _keep_best(self) -> None:
+        for name, tensor in self.model.state_dict().items():
+            if name in self._best:
+                self._best[name].copy_(tensor)
+            else:
+                self._best[name] = tensor.clone()
+
     def take_best(self) -> None:
         """The weights of the best epoch, at a stage's end."""
         if self._best and self.state.stage != "regularize":
             self.model.load_state_dict(self._best)
             self.state.selected[self.state.stage] = self.state.best_epoch
+
+    @torch.inference_mode()
+    def _right(self) -> Tensor:
+        """How many of the watched images the model gets right, computed as in training; does not wait."""
+        self.model.eval()
+        parts = zip(*(t.split(WATCHED_AT_ONCE[self.device.type]) for t in self.watched), strict=True)
+        found = [logits(self.model, self.data.floats(x), self.recipe).argmax(1) == y for x, y in parts]
+        return torch.stack([part.sum() for part in found]).sum()
 
     # Parts of a step
 
@@ -318,6 +348,16 @@ class Run:
         self.state.metrics_size = self.folder.metrics_size()
         checkpoint.save(self.folder.checkpoints, tensors, asdict(self.state))
         self._saved = time.monotonic()
+
+
+@torch.no_grad()
+def _numbers_of(regularizer: Regularizer) -> dict[str, Tensor]:
+    return {"penalty": regularizer.loss(), "effective_density": regularizer.effective_density()}
+
+
+def _read(numbers: dict[str, Tensor]) -> dict[str, float]:
+    """Numbers from the device, all at once: the one time that an epoch waits for it."""
+    return dict(zip(numbers, torch.stack([n.double() for n in numbers.values()]).tolist(), strict=True))
 
 
 def _renamed(settings: dict[str, Any]) -> dict[str, Any]:

@@ -171,6 +171,7 @@ class Recipe(_Part):
     capture: Literal["auto", "off"] = "auto"
     precision: Literal["float32", "tf32", "bfloat16"] = "float32"
     channels_last: bool = False
+    compile: Literal["off", "blocks"] = "off"
     distill: Distill | None = None
     rounds: int = Field(default=1, ge=1)
     pretrain: Pretrain
@@ -183,6 +184,12 @@ class Recipe(_Part):
     def _known_model(cls, choice: str | dict[str, Any]) -> str | dict[str, Any]:
         models.MODELS[named(choice)["choice"]]
         return choice
+
+    @field_validator("capture", "compile", mode="before")
+    @classmethod
+    def _off_is_a_word(cls, choice: Any) -> Any:
+        """YAML reads a bare `off` as false."""
+        return "off" if choice is False else choice
 
     @field_validator("data")
     @classmethod

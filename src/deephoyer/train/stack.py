@@ -62,6 +62,11 @@ class Together:
         for regularizer in self.regularizers:
             regularizer.step()
 
+    @property
+    def settled(self) -> bool:
+        """Whether no strength changes any more."""
+        return all(regularizer.settled for regularizer in self.regularizers)
+
 
 class Stack:
     """Takes runs through their stages together. `failed` says which could not go on, and why."""
@@ -144,6 +149,7 @@ class Lockstep:
         self.stack, self.team, self.stage = stack, team, stage
         lead = team[0]
         self.lead, self.settings = lead, getattr(lead.recipe, stage)
+        self._by_seed = {run.recipe.seed: run for run in team}
         self.models = [run.model for run in team]
         self.twin = stacked(self.models)
         self.steps = len(batches.draw(lead.pool, lead.recipe.batch_size, 0, False, 0))
@@ -186,8 +192,11 @@ class Lockstep:
         self.twin.train()
         self.step.restart()
         self.step.epoch(drawn, rates_in(self.settings, epoch, len(drawn)))
-        x, y = self.lead.watched()
+        x, y = self.lead.watched
         right = count_right(self.twin, len(self.team), x, y)
+        if epoch + 1 < self.settings.epochs:
+            for run in self._by_seed.values():
+                run.draw(epoch + 1)  # while the device is busy with this one
         losses = (self.step.loss / len(drawn)).tolist()
         look = (epoch + 1) % LOOK == 0 or epoch + 1 == self.settings.epochs
         for i, (run, loss, count) in enumerate(zip(self.team, losses, right.tolist(), strict=True)):
@@ -203,10 +212,7 @@ class Lockstep:
 
     def _draw(self, epoch: int) -> batches.Epoch:
         """The batches of all members; those of one seed are drawn once."""
-        drawn: dict[int, batches.Epoch] = {}
-        for run in self.team:
-            if run.recipe.seed not in drawn:
-                drawn[run.recipe.seed] = run.draw(epoch)
+        drawn = {seed: run.draw(epoch) for seed, run in self._by_seed.items()}
         return batches.side_by_side([drawn[run.recipe.seed] for run in self.team])
 
     def _lend(self) -> None:
@@ -214,7 +220,7 @@ class Lockstep:
 
     def _drops(self) -> list[tuple[Tensor, Tensor]]:
         """For each stacked parameter what the members' masks drop of it."""
-        drops = []
+        drops: list[tuple[Tensor, Tensor]] = []
         for name, parameter in self.twin.named_parameters():
             masks = [run.masks.get(name) if run.masks else None for run in self.team]
             if any(mask is not None for mask in masks):

@@ -82,7 +82,7 @@ def stacked(models: Sequence[nn.Module]) -> nn.Module:
         if type(module) in _STACKED and name:
             place, _, last = name.rpartition(".")
             layers = [model.get_submodule(name) for model in models]
-            setattr(twin.get_submodule(place), last, _STACKED[type(module)](layers))  # type: ignore[arg-type]
+            setattr(twin.get_submodule(place), last, _STACKED[type(module)](layers))
         elif own:
             raise UserError(
                 f"stack: {type(module).__name__} {name!r} can't be stacked; linear layers and convolutions can."
