@@ -54,7 +54,7 @@ def test_a_network_with_batch_norm_is_not_stacked():
         stacked([nn.Sequential(nn.Conv2d(1, 1, 1), nn.BatchNorm2d(1)) for _ in range(2)])
 
 
-@pytest.mark.parametrize("name", ["lenet-300-100-hs-decay", "lenet-5-group-hs-decay"])
+@pytest.mark.parametrize("name", ["lenet-300-100-hs-decay", "lenet-300-100-group-hs-decay"])
 def test_members_of_a_stack_end_as_they_would_alone(tmp_path, name):
     differ = [
         ["seed=0", "regularize.strength=1e-3"],
