@@ -104,6 +104,18 @@ def test_a_run_with_compiled_blocks_is_the_run_without(tmp_path, monkeypatch):
     assert Run(compiled.recipe, tmp_path / "blocks").execute().finished()
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="for CUDA")
+@pytest.mark.parametrize(("precision", "slack"), [("float32", 1e-2), ("bfloat16", 5e-2)])
+def test_compiled_blocks_are_captured_and_train_as_plain_ones(tmp_path, monkeypatch, precision, slack):
+    monkeypatch.setitem(DATASETS._makers, "compiling-noise", lambda: noise(256))
+    fast = ["device=cuda", f"precision={precision}", "channels_last=true", "shift=2", "flip=true"]
+    losses = []
+    for choice in (["capture=off"], ["compile=blocks"]):
+        run = Run(recipe.read("demo", [*SMALL, *fast, *choice]), tmp_path / choice[0]).execute()
+        losses.append([line["loss"] for line in run.folder.metrics()])
+    assert losses[1] == pytest.approx(losses[0], rel=slack)
+
+
 def test_compile_takes_off_and_blocks_only():
     assert recipe.read("demo").compile == "off" and recipe.read("demo", ["compile=off", "capture=off"]).capture == "off"
     with pytest.raises(dh.UserError, match="compile"):

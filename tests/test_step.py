@@ -27,7 +27,7 @@ class Case:
         self.model = models.make("lenet-300-100").to(device)
         self.pool, self.device = torch.arange(count), torch.device(device)
         self.masks = dh.prune(self.model, dh.Density(0.5))
-        self.regularizer = dh.Regularizer(self.model, strength=schedule or strength.Linear(1e-3, steps=25))
+        self.regularizer = dh.Regularizer(self.model, strength=schedule or strength.Linear(1e-5, steps=25))
         self.optimizer = make_optimizer(COSINE, self.model.parameters(), kind is CapturedStep)
         self.masks.hold(self.optimizer)
         self.step = kind(self.loss, self.optimizer, self.regularizer, self.device)
@@ -124,7 +124,7 @@ def test_an_epoch_of_another_shape_does_not_fit():
 
 
 @needs_cuda
-@pytest.mark.parametrize("schedule", [1e-3, None], ids=["constant", "warm-up"])
+@pytest.mark.parametrize("schedule", [1e-5, None], ids=["constant", "warm-up"])
 def test_captured_and_plain_steps_agree(schedule):
     plain, captured = (Case(kind, "cuda", schedule=schedule) for kind in (PlainStep, CapturedStep))
     expected, found = plain.train(), captured.train()
@@ -134,7 +134,7 @@ def test_captured_and_plain_steps_agree(schedule):
         assert {int(state["step"]) for state in group.state.values()} == {40}
     assert set(captured.step.graphs) == ({10} if schedule else {1})
     for (name, a), b in zip(plain.model.named_parameters(), captured.model.parameters(), strict=True):
-        torch.testing.assert_close(b, a, rtol=1e-3, atol=1e-4 * a.abs().max().item())
+        assert (a - b).norm() <= 1e-4 * a.norm()
         if name in captured.masks:
             assert not b[~captured.masks[name]].any()
 
@@ -142,7 +142,7 @@ def test_captured_and_plain_steps_agree(schedule):
 @needs_cuda
 def test_a_warm_up_that_is_over_is_replayed_several_steps_at_a_time():
     plain, captured = (
-        Case(kind, "cuda", schedule=strength.Linear(1e-3, steps=15)) for kind in (PlainStep, CapturedStep)
+        Case(kind, "cuda", schedule=strength.Linear(1e-5, steps=15)) for kind in (PlainStep, CapturedStep)
     )
     assert captured.train() == pytest.approx(plain.train(), rel=1e-4)
     assert set(captured.step.graphs) == {1, 10}
@@ -151,7 +151,7 @@ def test_a_warm_up_that_is_over_is_replayed_several_steps_at_a_time():
 
 @needs_cuda
 def test_a_replayed_epoch_does_not_wait_for_the_device():
-    case = Case(CapturedStep, "cuda", schedule=1e-3)
+    case = Case(CapturedStep, "cuda", schedule=1e-5)
     case.train()
     drawn, rates = case.draw(2)
     torch.cuda.synchronize()
