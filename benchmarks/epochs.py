@@ -24,7 +24,7 @@ def main() -> None:
     words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     words.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     words.add_argument("--cases", default=",".join(epochs.CASES), help="comma-separated, or none")
-    words.add_argument("--epochs", type=int, help="a stage; by default 12 for the LeNets, 4 for ResNet-56")
+    words.add_argument("--epochs", type=int, help="a stage; by default 12 for the LeNets, 4 for the ResNets")
     words.add_argument("--together", type=int, default=0)
     words.add_argument("--no-mps", action="store_true", help="with --together: let the processes take turns")
     words.add_argument("--out", type=Path)

@@ -19,6 +19,7 @@ from torch import nn
 
 import deephoyer as dh
 from deephoyer.groups import Grouping, Slices, SliceUnit
+from deephoyer.kernels.zeroing import Zeroing, laid_like
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -275,6 +276,22 @@ def test_more_than_two_billion_weights(groups):
     ends = torch.stack([grad[0, 0], grad[-1, -1]]).float().cpu()  # S₁ = 4 and S₂ = 10, so A = 0.8 and B = 0.32
     torch.testing.assert_close(ends, torch.tensor([0.48, -0.16]), rtol=1e-2, atol=0)
     assert grad.count_nonzero() == 2
+
+
+@pytest.mark.skipif(not RUNS_TRITON, reason="Triton does not run in this process")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_triton_kernel_zeroes_what_is_dropped_and_nothing_else(dtype, monkeypatch):
+    monkeypatch.setattr("deephoyer.kernels.triton_zeroing.PROGRAMS", 2)  # so that programs take turns
+    torch.manual_seed(0)
+    device = torch.device("cpu" if INTERPRETED else "cuda")
+    tensors = [torch.randn(shape, dtype=dtype, device=device) for shape in ((1,), (130, 100), (3, 4, 5, 6))]
+    tensors[2] = tensors[2].to(memory_format=torch.channels_last)
+    tensors[1][0] = torch.nan
+    drops = [laid_like(torch.rand(t.shape, device=device) < 0.5, t) for t in tensors]
+    expected = [t.masked_fill(drop, 0) for t, drop in zip(tensors, drops, strict=True)]
+    Zeroing().fused(device, list(zip(tensors, drops, strict=True)))
+    for found, wanted in zip(tensors, expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
 
 
 @needs_cuda

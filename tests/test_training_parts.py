@@ -14,6 +14,7 @@ import deephoyer as dh
 from deephoyer import data, models
 from deephoyer.train import batches, sharing, sweep
 from deephoyer.train.distill import Teachers
+from deephoyer.train.places import looked_up
 from deephoyer.train.rates import make_optimizer, rate_at
 from deephoyer.train.schema import Training
 
@@ -38,6 +39,18 @@ def test_a_shift_moves_the_image_and_lets_zeros_in(rows, columns):
             if 0 <= i - rows < 5 and 0 <= j - columns < 6:
                 expected[..., i, j] = x[..., i - rows, j - columns]
     assert torch.equal(batches.moved(x, torch.tensor([[rows, columns]]), 2), expected)
+
+
+@pytest.mark.parametrize("reach", [0, 1, 3])
+@pytest.mark.parametrize("flips", [False, True])
+def test_images_looked_up_are_the_images_moved(reach, flips):
+    g = torch.Generator().manual_seed(0)
+    x = torch.randint(0, 256, (40, 3, 6, 5), dtype=torch.uint8, generator=g)
+    y = torch.arange(40)
+    pictures = data.Dataset("pictures", x, y, x, y, 40, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)).in_floats()
+    draw = batches.draw(torch.arange(40), 30, reach, flips, seed=2).step(0)
+    expected, labels = batches.images(pictures, *draw, reach)
+    assert torch.equal(looked_up(pictures, *draw, reach), expected) and torch.equal(labels, draw[0])
 
 
 def test_rates_are_pure_functions_of_the_step():
@@ -71,7 +84,7 @@ def test_teachers_in_a_table_are_the_teachers_asked_each_time():
         soft = torch.stack([F.softmax(net(x) / 2.0, 1) for net in nets]).mean(0)
     far = (soft * (soft.log() - F.log_softmax(logits / 2.0, 1))).sum(1).mean() * 4
     expected = 0.4 * F.cross_entropy(logits, y) + 0.6 * far
-    torch.testing.assert_close(teachers.loss(logits, y, index, shift, flip), expected)
+    torch.testing.assert_close(teachers.losses(logits, y, index, shift, flip).mean(), expected)
 
 
 QUICK = [

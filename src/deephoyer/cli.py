@@ -95,6 +95,7 @@ def sweep(
     grid: Annotated[list[str] | None, typer.Option("--grid", help="key=value,value,… ; several multiply")] = None,
     jobs: Annotated[int, typer.Option("--jobs", min=0, help="runs at once; 0 chooses")] = 0,
     mps: Annotated[bool, typer.Option("--mps/--no-mps", help="share a GPU through NVIDIA's MPS where it is")] = True,
+    stack: Annotated[bool, typer.Option("--stack", help="small networks: train all as one batched network")] = False,
     folder: Annotated[Path, typer.Option("--out", help="where the runs' folders go")] = Path("runs"),
 ) -> None:
     """Runs a recipe once for every combination of a grid, several at once; what is done is not done again."""
@@ -106,7 +107,9 @@ def sweep(
     team = sweeps.members(recipe, changes, grid or [], folder)
     at_once = jobs or sweeps.default_jobs()
     try:
-        if out.is_terminal:
+        if stack:
+            sweeps.run_stacked(recipe, changes, team, lambda text: out.print(text, highlight=False))
+        elif out.is_terminal:
             with Live(console=out, refresh_per_second=4) as live:
                 sweeps.run_all(recipe, changes, team, at_once, live, mps=mps, say=_complain)
         else:

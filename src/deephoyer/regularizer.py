@@ -61,6 +61,8 @@ class Regularizer:
         self._handles: list[Any] = []
         self._backend = choose(self.terms, backend)
         self._backend_name = backend
+        for term in self.terms:
+            self._scales[term.kind].beside(term.unit.tensors[0])  # now, not while a graph may be captured
         self._rescale()
 
     # The penalty and its gradient
@@ -83,9 +85,15 @@ class Regularizer:
 
     def step(self) -> None:
         """Advances a scheduled strength. `add_grad_` and an attached optimizer do it themselves."""
+        moves = not self.settled
         self.steps += 1
-        if not all(isinstance(s, strengths.Constant) for s in self.schedules.values()):
+        if moves:
             self._rescale()
+
+    @property
+    def settled(self) -> bool:
+        """Whether the strength stays as it is now: a constant one, or a warm-up that is over."""
+        return all(strengths.settled(s, self.steps) for s in self.schedules.values())
 
     def _rescale(self) -> None:
         for kind, schedule in self.schedules.items():

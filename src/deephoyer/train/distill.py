@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from deephoyer.data import Dataset
 from deephoyer.train.batches import moved
+from deephoyer.train.places import place
 
 
 class Teachers:
@@ -40,14 +41,13 @@ class Teachers:
             means.append(torch.stack(softened).mean(0))
         return torch.cat(means)
 
-    def loss(self, logits: Tensor, labels: Tensor, index: Tensor, shift: Tensor | None, flip: Tensor | None) -> Tensor:
-        """(1 − weight) × cross-entropy with the labels + weight × T² × divergence from the teachers."""
-        place = torch.zeros_like(index)
-        width = 2 * self.reach + 1
-        if shift is not None:
-            place = (shift[:, 0] + self.reach) * width + shift[:, 1] + self.reach
-        if flip is not None:
-            place = place + flip * width**2
+    def losses(
+        self, logits: Tensor, labels: Tensor, index: Tensor, shift: Tensor | None, flip: Tensor | None
+    ) -> Tensor:
+        """For each image (1 − weight) × cross-entropy with the label + weight × T² × divergence from the teachers."""
         softened = F.log_softmax(logits / self.temperature, 1)
-        far = F.kl_div(softened, self.table[place, index], reduction="batchmean") * self.temperature**2
-        return (1 - self.weight) * F.cross_entropy(logits, labels) + self.weight * far
+        far = (
+            F.kl_div(softened, self.table[place(index, shift, flip, self.reach), index], reduction="none").sum(1)
+            * self.temperature**2
+        )
+        return (1 - self.weight) * F.cross_entropy(logits, labels, reduction="none") + self.weight * far

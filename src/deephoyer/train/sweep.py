@@ -24,6 +24,7 @@ from rich.live import Live
 from rich.table import Table
 
 from deephoyer.errors import UserError
+from deephoyer.files import write_atomically
 from deephoyer.train import recipe as recipes
 from deephoyer.train import sharing
 from deephoyer.train.progress import describe
@@ -132,6 +133,28 @@ def _conduct(
                 member.process.send_signal(signal.SIGINT)
                 member.process.wait()
         raise
+
+
+def run_stacked(recipe: str, overrides: Sequence[str], team: Sequence[Member], say: Callable[[str], None]) -> None:
+    """Runs the members in this process, those that can be stacked together as one batched network."""
+    from deephoyer.train.result import finish
+    from deephoyer.train.run import Run
+    from deephoyer.train.stack import Stack, alike
+
+    chosen = {id(m): recipes.read(recipe, [*overrides, *m.overrides]) for m in team}
+    groups: dict[str, list[Member]] = {}
+    for member in team:
+        groups.setdefault(alike(chosen[id(member)]), []).append(member)
+    for number, group in enumerate(groups.values(), 1):
+        say(f"stack {number} of {len(groups)}: {len(group)} runs")
+        stack = Stack([Run(chosen[id(m)], m.folder) for m in group], say).execute()
+        for member, run in zip(group, stack.runs, strict=True):
+            why = stack.failed.get(run)
+            member.status = 0 if why is None else 1
+            if why is None:
+                finish(run)
+            else:
+                write_atomically(member.folder / "log.txt", f"deephoyer: {why}\n".encode())
 
 
 def _start(words: list[str], environment: dict[str, str], member: Member) -> Member:
