@@ -71,7 +71,7 @@ def main() -> None:
         shown = len(record["cases"])
         write(args.out, record)
     print(f"\n{record['machine']}, copy {record['copy GB/s']:.0f} GB/s, bare step {record['lenet-300-100 step ms']} ms")
-    show(regularizer.rows(record), record.get("notes", ()))
+    show(regularizer.rows(record), regularizer.notes(record))
     print("\n".join(f"{value:9.2f}  {key}" for key, value in record["ratios"].items()))
 
 

@@ -11,7 +11,7 @@ def test_bench_shows_ratios_and_writes_a_record(command, tmp_path):
     words = ("--device", "cpu", "--models", "lenet-300-100", "--seconds", "0.001", "--check", "--out", "made/it.json")
     status, out, _ = command("bench", *words)
     assert status == 0
-    for word in ("lenet-300-100", "elements", "filters+channels", "÷ floor", "autograd loop ÷ ours"):
+    for word in ("lenet-300-100", "elements", "filters+channels", "÷ floor", "autograd loop ÷ ours", "results repeat"):
         assert word in out
     record = json.loads((tmp_path / "made" / "it.json").read_text())
     assert [case["groups"] for case in record["cases"]] == ["elements", "filters+channels"]

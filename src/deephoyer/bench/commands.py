@@ -36,7 +36,7 @@ def bench(
         record: dict[str, Any] = {}
         for record in regularizer.measured(regularizer.Options(place, chosen, budget=seconds, check=check)):
             write(target, record)
-        show(regularizer.rows(record), record.get("notes", ()))
+        show(regularizer.rows(record), regularizer.notes(record))
     elif what == "step":
         from deephoyer.bench import step
 
@@ -59,7 +59,7 @@ def _epochs(
     from deephoyer.bench.tables import show, write
 
     record: dict[str, Any] = {"machine": machine(place)}
-    for case in chosen or (() if at_once else epochs.CASES):
+    for case in chosen or ([] if at_once else epochs.usual(place)):
         if case not in epochs.CASES:
             raise unknown("network of this benchmark", case, epochs.CASES)
         record[case] = epochs.times(case, place, count or epochs.EPOCHS[case])

@@ -36,6 +36,11 @@ EPOCHS = {"lenet-300-100": 12, "lenet-5": 12, "resnet-56": 4, "resnet-56-eager":
 PAPER_EPOCHS = 250
 
 
+def usual(device: str) -> list[str]:
+    """All on CUDA; on a CPU an epoch of ResNet-56 takes an hour."""
+    return [case for case in CASES if device == "cuda" or not case.startswith("resnet")]
+
+
 def recipe(case: str, device: str, epochs: int, bare_epochs: int | None = None) -> Recipe:
     base, training, penalty = CASES[case]
     fast = CUDA.get(case, {}) if device == "cuda" else {}

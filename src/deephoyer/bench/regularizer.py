@@ -157,4 +157,18 @@ def rows(record: dict[str, Any]) -> list[tuple[str, ...]]:
     return made
 
 
+def notes(record: dict[str, Any]) -> list[str]:
+    """What else there is to say: a side that is missing, and what the checks came to."""
+    said = list(record.get("notes", ()))
+    checked = [found for each in record["cases"] for found in (each.get("checks") or {}).values()]
+    if checked:
+        worst = max(found["relative error"] for found in checked)
+        repeat = "repeat" if all(found["repeats"] for found in checked) else "don't repeat"
+        waits = sum(bool(found["waits"]) for found in checked)
+        said.append(
+            f"against float64 autograd at most {worst:.1e} apart; results {repeat}; {waits} wait for the device"
+        )
+    return said
+
+
 OTHERS = {"autograd, asks host": "autograd loop", "autograd": "loop without waits", "torch-pruning": "torch-pruning"}
