@@ -37,7 +37,7 @@ PAPER_EPOCHS = 250
 
 
 def usual(device: str) -> list[str]:
-    """All on CUDA; on a CPU an epoch of ResNet-56 takes an hour."""
+    """All on CUDA; on a CPU nobody waits for the ResNets."""
     return [case for case in CASES if device == "cuda" or not case.startswith("resnet")]
 
 
