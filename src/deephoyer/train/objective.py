@@ -27,7 +27,7 @@ class Objective:
 
     def __init__(self, model: nn.Module, data: Dataset, recipe: Recipe, teachers: Teachers | None = None):
         self.model, self.data, self.recipe, self.teachers = model, data, recipe, teachers
-        self.compiled = Compiled(repeated(model) if recipe.compile == "blocks" else ())
+        self.compiled = Compiled((repeated(model) or [model]) if recipe.compile == "blocks" else ())
 
     def __call__(self, index: Tensor, shift: Tensor | None, flip: Tensor | None) -> Tensor:
         images, shifts, flips = (None if t is None else t.flatten(0, index.dim() - 1) for t in (index, shift, flip))

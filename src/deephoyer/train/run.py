@@ -78,7 +78,7 @@ class Run:
         """Runs what is left to run; afterwards `model`, `masks` and `state` are the final ones."""
         self.folder.open()
         try:
-            with self.progress:
+            with self.progress, environment.tuned(self.recipe.precision):
                 resumed = self.prepare()
                 while self.state.stage in STAGES:
                     self._stage(self.state.stage, resumed)

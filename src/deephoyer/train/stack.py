@@ -17,8 +17,9 @@ from torch import Tensor
 from deephoyer.errors import UserError
 from deephoyer.kernels import choose
 from deephoyer.masks import Hold
+from deephoyer.penalties import Penalty
 from deephoyer.regularizer import Regularizer
-from deephoyer.train import batches, checkpoint
+from deephoyer.train import batches, checkpoint, environment
 from deephoyer.train.objective import Objective
 from deephoyer.train.rates import make_optimizer, rates_in
 from deephoyer.train.run import Run
@@ -49,7 +50,11 @@ class Together:
 
     def __init__(self, regularizers: Sequence[Regularizer], lend: Callable[[], None]):
         self.regularizers, self.lend = regularizers, lend
-        self.backend = choose([term for regularizer in regularizers for term in regularizer.terms])
+        terms = [term for regularizer in regularizers for term in regularizer.terms]
+        shared: dict[str, Penalty] = {}
+        for term in terms:  # one launch serves all terms of one penalty
+            term.penalty = shared.setdefault(repr(term.penalty), term.penalty)
+        self.backend = choose(terms)
 
     @torch.no_grad()
     def add_grad_(self, advance: bool = True) -> None:
@@ -86,8 +91,9 @@ class Stack:
                 with self._excused(run):
                     run.folder.open()
                     resumed[run] = run.prepare()
-            while team := self._next():
-                self._stage(team, [resumed.pop(run, {}) for run in team])
+            with environment.tuned(self.runs[0].recipe.precision):
+                while team := self._next():
+                    self._stage(team, [resumed.pop(run, {}) for run in team])
         finally:
             for run in self.runs:
                 run.folder.close()

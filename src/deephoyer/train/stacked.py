@@ -16,6 +16,9 @@ from torch import Tensor, nn
 
 from deephoyer.errors import UserError
 
+SPLIT = 256
+"""Matrix products that a GPU is to work on at once."""
+
 
 class StackedLinear(nn.Module):
     """`count` linear layers: the first share of the batch goes through the first one, and so on."""
@@ -27,8 +30,13 @@ class StackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         count = len(self.weight)
-        y = _products(x.reshape(count, -1, x.shape[-1]), self.weight.transpose(1, 2), self.bias)
-        return y.reshape(len(x), -1)
+        # Weight × inputs and not the other way round: the weight's gradient then lies as the weight does.
+        columns = x.reshape(count, -1, x.shape[-1]).transpose(1, 2)
+        if self.bias is None:
+            y = torch.bmm(self.weight, columns)
+        else:
+            y = torch.baddbmm(self.bias.unsqueeze(2), self.weight, columns)
+        return y.transpose(1, 2).reshape(len(x), -1)
 
 
 class StackedConv2d(nn.Module):
@@ -54,12 +62,18 @@ class StackedConv2d(nn.Module):
         # Channels last, in the windows and in what comes out: runs of memory stay long.
         windows = windows.permute(0, 1, 2, 4, 5, 3).reshape(count, images // count * height * width, -1)
         weight = self.weight.permute(0, 3, 4, 2, 1).reshape(count, -1, outputs)
-        y = _products(windows, weight, self.bias)
+        y = self._products(windows, weight)
         return y.view(images, height, width, outputs).permute(0, 3, 1, 2)
 
-
-def _products(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.bmm(x, weight) if bias is None else torch.baddbmm(bias.unsqueeze(1), x, weight)
+    def _products(self, windows: Tensor, weight: Tensor) -> Tensor:
+        """Windows × weight, each network in parts: so the weight's gradient, a sum over all windows, fills a GPU."""
+        count, rows, _ = windows.shape
+        parts = next((p for p in range(-(-SPLIT // count), 1, -1) if rows % p == 0), 1)
+        windows = windows.view(count * parts, rows // parts, -1)
+        weight = weight.repeat_interleave(parts, 0)
+        if self.bias is None:
+            return torch.bmm(windows, weight)
+        return torch.baddbmm(self.bias.unsqueeze(1).repeat_interleave(parts, 0), windows, weight)
 
 
 def _stack(parts: Sequence[Tensor]) -> nn.Parameter:
