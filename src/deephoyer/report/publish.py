@@ -59,6 +59,7 @@ def publish(
         protocol=recipe.select,
         selected=summary["selected"],
         accuracy=summary["accuracy"],
+        prune_value=summary.get("prune_value"),
         measured=measured,
         weights=described(place / WEIGHTS),
         seconds=summary["seconds"],

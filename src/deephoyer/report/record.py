@@ -88,6 +88,7 @@ class Record(_Part):
     protocol: Literal["held-out", "test-best"]
     selected: dict[str, int]
     accuracy: dict[str, float]
+    prune_value: float | None = None
     measured: Measured
     weights: WeightsFile
     seconds: dict[str, float]

@@ -36,6 +36,8 @@ def finish(run: Run) -> dict[str, Any]:
         "seconds": {stage: round(s, 1) for stage, s in run.state.seconds.items()},
         "sparse": sparse,
     }
+    if run.state.prune_value is not None:
+        record["prune_value"] = run.state.prune_value
     origin = {"recipe": record["recipe"], "accuracy": run.state.accuracy, "protocol": run.recipe.select}
     stored = save(run.model, run.folder / "finetuned.safetensors", masks=run.masks, provenance=origin)
     files = record["files"] = {"finetuned.safetensors": stored}

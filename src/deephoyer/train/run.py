@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deephoyer import data as datasets
-from deephoyer import models
+from deephoyer import models, targets
 from deephoyer.data import Dataset
 from deephoyer.errors import UserError
 from deephoyer.files import write_atomically
@@ -25,13 +25,14 @@ from deephoyer.groups import Grouping
 from deephoyer.masks import Masks, prune
 from deephoyer.penalties import PENALTIES
 from deephoyer.regularizer import Regularizer
+from deephoyer.rules import Rule
 from deephoyer.structure import Coupled
 from deephoyer.train import batches, checkpoint, environment
 from deephoyer.train.distill import Teachers
 from deephoyer.train.folder import RunFolder
 from deephoyer.train.progress import Silent
 from deephoyer.train.rates import make_optimizer, rate_at, set_rate
-from deephoyer.train.schema import STAGES, Recipe, Regularize, Training, named
+from deephoyer.train.schema import STAGES, Prune, Recipe, Regularize, Target, Training, named
 from deephoyer.train.step import CapturedStep, Forward, PlainStep
 
 SAVE_SECONDS = 5.0
@@ -49,6 +50,7 @@ class State:
     accuracy: dict[str, float] = field(default_factory=dict)
     selected: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    prune_value: float | None = None
     metrics_size: int = 0
     regularizer: dict[str, Any] | None = None
     optimizer: dict[str, Any] = field(default_factory=dict)
@@ -135,8 +137,7 @@ class Run:
         began = time.monotonic()
         spent = self.state.seconds.get(stage, 0.0)
         if stage == "prune":
-            rule = self.recipe.prune
-            self.masks = prune(self.model, rule.make(), self._groups(rule.groups), rule.select)
+            self._prune(self.recipe.prune)
             title = "pruned"
         else:
             settings = getattr(self.recipe, stage)
@@ -150,6 +151,30 @@ class Run:
         self.state.accuracy[title] = self.accuracy(self.data.test_x, self.data.test_y)
         self.state.seconds[stage] = time.monotonic() - began + spent
         self._advance()
+
+    def _prune(self, settings: Prune) -> None:
+        groups = self._groups(settings.groups)
+        rule = settings.make() if settings.target is None else self._aimed(settings, settings.target, groups)
+        self.masks = prune(self.model, rule, groups, settings.select)
+
+    def _aimed(self, settings: Prune, target: Target, groups: list[str | Grouping]) -> Rule:
+        """The rule with the value that meets the target; images that this run may select by decide on accuracy."""
+        x, y = self.data.test_x, self.data.test_y
+        if self.recipe.select == "held-out":
+            x, y = self.data.train_x[self.held_out], self.data.train_y[self.held_out]
+        example = self.data.floats(self.data.test_x[:1])
+        if target.macs is not None:
+            goal = targets.macs(self.model, example, target.macs)
+        elif target.density is not None:
+            goal = targets.density(self.model, target.density)
+        else:
+            least = self.accuracy(x, y) - target.drop if target.drop is not None else target.accuracy
+            assert least is not None
+            goal = targets.accuracy(lambda: self.accuracy(x, y), least)
+        found = targets.value_for(goal, self.model, settings.threshold(), groups, settings.select)
+        self.state.prune_value = found.value
+        self.progress.note(f"prune: {settings.rule} {found.value:.4g}, where {goal.name} is {found.number:.4g}")
+        return settings.threshold()(found.value)
 
     def _advance(self) -> None:
         following = STAGES.index(self.state.stage) + 1
