@@ -239,3 +239,16 @@ def test_groups_agree_with_torch_prunings_graph_where_it_can_follow(name):
         if s.reason is None
     }
     assert mine == theirs
+
+
+@pytest.mark.parametrize(("depth", "blocks"), [(56, 9), (110, 18)])
+def test_coupled_groups_of_a_cifar_resnet_are_the_blocks_channels_and_the_residual_streams(depth, blocks):
+    model = make(f"resnet-{depth}")
+    found = Coupled(model, torch.randn(1, 3, 32, 32)).units()
+    streams = [unit for unit in found if "linear.weight" in unit.names]
+    inner = [unit for unit in found if unit not in streams]
+    # A padded shortcut passes 16 channels on to 32, and 32 to 64: those that begin in a stage are a set.
+    assert [unit.count for unit in streams] == [16, 16, 32]
+    assert [unit.count for unit in inner] == [16] * blocks + [32] * blocks + [64] * blocks
+    covered = {name for unit in found for name in unit.names}
+    assert covered == {name for name, _ in model.named_parameters()} - {"linear.bias"}

@@ -56,11 +56,13 @@ def test_every_optimizer_of_a_recipe_trains(name):
     assert not torch.equal(model.weight, before)
 
 
-def test_teachers_in_a_table_are_the_teachers_asked_each_time():
+@pytest.mark.parametrize("passes", [20, 0])
+def test_teachers_in_a_table_and_teachers_asked_in_the_step_say_the_same(passes):
     torch.manual_seed(0)
     digits = data.load("mnist", limit=40).in_floats()
     nets = [models.make("lenet-300-100") for _ in range(2)]
-    teachers = Teachers(nets, digits, reach=1, flips=True, temperature=2.0, weight=0.6)
+    teachers = Teachers(nets, digits, reach=1, flips=True, temperature=2.0, weight=0.6, most_passes=passes)
+    assert (teachers.table is None) == (passes == 0)
     drawn = batches.draw(torch.arange(40), 16, 1, True, seed=3)
     index, shift, flip = drawn.step(0)
     x, y = batches.images(digits, index, shift, flip, 1)
@@ -69,7 +71,13 @@ def test_teachers_in_a_table_are_the_teachers_asked_each_time():
         soft = torch.stack([F.softmax(net(x) / 2.0, 1) for net in nets]).mean(0)
     far = (soft * (soft.log() - F.log_softmax(logits / 2.0, 1))).sum(1).mean() * 4
     expected = 0.4 * F.cross_entropy(logits, y) + 0.6 * far
-    torch.testing.assert_close(teachers.loss(logits, y, index, shift, flip), expected)
+    torch.testing.assert_close(teachers.loss(logits, y, x, index, shift, flip), expected)
+
+
+def test_teachers_of_photographs_are_asked_in_the_step():
+    few = data.load("mnist", limit=4)
+    assert Teachers([models.make("lenet-300-100")], few, 4, True, 4.0, 0.7).table is None
+    assert Teachers([models.make("lenet-300-100")], few, 1, True, 4.0, 0.7).table is not None
 
 
 QUICK = [

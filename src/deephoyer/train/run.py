@@ -265,7 +265,7 @@ class Run:
             with torch.autocast(self.device.type, torch.bfloat16, enabled=half):
                 logits = self.model(x)
             logits = logits.float()
-            return teachers.loss(logits, y, index, shift, flip) if teachers else F.cross_entropy(logits, y)
+            return teachers.loss(logits, y, x, index, shift, flip) if teachers else F.cross_entropy(logits, y)
 
         return loss
 
@@ -276,10 +276,14 @@ class Run:
         for path in settings.checkpoints:
             teacher = models.make(**_renamed(named(settings.model))).to(self.device)
             checkpoint.fill(teacher, Path(path), "distill.checkpoints")
+            if self.recipe.channels_last:
+                teacher = teacher.to(memory_format=torch.channels_last)
             made.append(teacher)
-        self.progress.note(f"asks {len(made)} teachers for every image")
-        recipe = self.recipe
-        return Teachers(made, self.data, recipe.shift, recipe.flip, settings.temperature, settings.weight)
+        recipe, half = self.recipe, self.recipe.precision == "bfloat16"
+        teachers = Teachers(made, self.data, recipe.shift, recipe.flip, settings.temperature, settings.weight, half)
+        when = "each batch" if teachers.table is None else "every image"
+        self.progress.note(f"{'the teacher is' if len(made) == 1 else f'{len(made)} teachers are'} asked for {when}")
+        return teachers
 
     def _captures(self) -> bool:
         return self.device.type == "cuda" and self.recipe.capture == "auto"
