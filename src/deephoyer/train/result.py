@@ -18,6 +18,8 @@ from deephoyer.train import environment
 from deephoyer.train.run import Run
 
 FORMAT = "deephoyer-result-1"
+BATCHES = (1, 64, 256)
+"""Batch sizes at which the dense and the compacted network are timed."""
 
 
 def finish(run: Run) -> dict[str, Any]:
@@ -57,7 +59,7 @@ def _compacted(run: Run, example: Tensor, origin: dict[str, Any], files: dict[st
     dense = run.fresh_model()
     before, after = (run.predictions(m, run.data.test_x) for m in (run.model, small))
     return {
-        "compact": summary(small, example, baseline=dense).to_json(),
+        "compact": summary(small, example, baseline=dense, batch_sizes=BATCHES).to_json(),
         "changed_predictions": int((before != after).sum()),
     }
 
