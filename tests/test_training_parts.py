@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 import deephoyer as dh
 from deephoyer import data, models
-from deephoyer.train import batches, sweep
+from deephoyer.train import batches, checkpoint, sweep
 from deephoyer.train.distill import Teachers
-from deephoyer.train.rates import make_optimizer, rate_at
+from deephoyer.train.rates import make_optimizer, rate_at, set_rate
 from deephoyer.train.schema import Training
 
 
@@ -54,6 +54,33 @@ def test_every_optimizer_of_a_recipe_trains(name):
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     assert not torch.equal(model.weight, before)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
+@pytest.mark.parametrize("kinds", [(False, False), (True, False), (False, True)])
+def test_an_optimizer_goes_on_from_a_file_captured_or_not_and_in_any_memory_format(tmp_path, name, kinds):
+    """For captured steps it holds its rate and step count as tensors; a machine without a GPU has a plain one."""
+    settings = Training(epochs=1, optimizer=name, lr=0.1, weight_decay=1e-2)
+    x = torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(0))
+
+    def trained(kinds, steps):
+        torch.manual_seed(0)
+        model = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        for captured in kinds:
+            optimizer = make_optimizer(settings, model.parameters(), captured)
+            if checkpoint.numbers(tmp_path):
+                checkpoint.refill(optimizer, *checkpoint.read(tmp_path / "000001.safetensors"))
+            for _ in range(steps):
+                optimizer.zero_grad()
+                model(x).square().sum().backward()
+                set_rate(optimizer, 0.05)
+                optimizer.step()
+            if len(kinds) > 1:
+                checkpoint.save(tmp_path, *checkpoint.flatten(optimizer.state_dict()))
+        return model.weight
+
+    whole = trained([False], 6)
+    torch.testing.assert_close(trained(kinds, 3), whole)
 
 
 @pytest.mark.parametrize("passes", [20, 0])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,14 @@ class State:
     regularizer: dict[str, Any] | None = None
     optimizer: dict[str, Any] = field(default_factory=dict)
 
+    @classmethod
+    def read(cls, content: Mapping[str, Any]) -> State:
+        """Of a checkpoint; what an older version did not write has its default."""
+        strange = [key for key in content if key not in {f.name for f in fields(cls)}]
+        if strange:
+            raise UserError(f"the checkpoint is of another version of deephoyer: it has {strange[0]!r} in it.")
+        return cls(**content)
+
 
 class Run:
     """Takes a recipe through its stages in a folder. `execute()` starts or resumes."""
@@ -89,7 +97,7 @@ class Run:
         """Builds everything, and takes up the newest checkpoint: returns its tensors."""
         found = checkpoint.newest(self.folder.checkpoints)
         if found:
-            self.state = State(**found[1])
+            self.state = State.read(found[1])
             for trouble in found[2]:
                 self.progress.note(f"{trouble} The one before it is used.")
         self.folder.check(self.recipe, self.state.stage, self.state.epoch)
@@ -190,8 +198,7 @@ class Run:
         regularizer = self._regularizer(settings, steps) if isinstance(settings, Regularize) else None
         optimizer = make_optimizer(settings, self.model.parameters(), captured)
         if resumed or self.state.optimizer:
-            fresh = optimizer.state_dict()
-            optimizer.load_state_dict(checkpoint.unflatten(resumed, self.state.optimizer, fresh))
+            checkpoint.refill(optimizer, resumed, self.state.optimizer)
         if self.masks is not None:
             self.masks.hold(optimizer, self.model)
         teachers = self._teachers() if self.recipe.distill and stage != "pretrain" else None
