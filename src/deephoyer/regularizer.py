@@ -17,8 +17,10 @@ from deephoyer.errors import UserError, not_negative, unknown
 from deephoyer.groups import Grouping, Unit, groupings
 from deephoyer.kernels import Backend, Term, choose
 from deephoyer.optimizers import bare
-from deephoyer.penalties import PENALTIES, HoyerSquare, Penalty, hoyer_measure, trimming_threshold
+from deephoyer.penalties import PENALTIES, HoyerSquare, Penalty, ScaleFree, hoyer_measure, trimming_threshold
 from deephoyer.weights import find_weights
+
+WEIGHINGS = ("alike", "size")
 
 
 class Regularizer:
@@ -27,6 +29,8 @@ class Regularizer:
     `groups` may join several kinds with `+`; `strength` is a number, a schedule from
     `deephoyer.strength`, any callable of the step, or one of these for each kind of group. `backend`
     says how the gradient is computed (see `deephoyer.kernels`); it changes the speed, not the numbers.
+    `weigh="size"` multiplies the strength of every unit by what the size of its groups takes away from the
+    pull on a single weight: the channels of a residual stream are then as hard pressed as those of a block.
 
     >>> model = nn.Linear(4, 3)
     >>> reg = Regularizer(model, "hoyer-square", "filters+channels", strength={"filters": 1e-4, "channels": 2e-4})
@@ -43,7 +47,10 @@ class Regularizer:
         strength: Any = 1e-4,
         select: str | Iterable[str] | None = None,
         backend: str = "auto",
+        weigh: str = "alike",
     ):
+        if weigh not in WEIGHINGS:
+            raise unknown("way to weigh groups", weigh, WEIGHINGS)
         self.penalty = PENALTIES.make(penalty)
         if not isinstance(self.penalty, Penalty):
             raise UserError(f"penalty: {penalty!r} is neither a penalty nor the name of one; HoyerSquare() is.")
@@ -53,11 +60,12 @@ class Regularizer:
         self.steps = 0
         self.terms: list[Term] = []
         self._scales: dict[tuple[Any, ...], Tensor] = {}
-        for grouping in chosen:
-            for unit in grouping.units(weights):
-                self.terms.append(Term(grouping.name, unit, self.penalty, self._scale_for(grouping.name, unit)))
-        if not self.terms:
+        found = [(grouping.name, unit) for grouping in chosen for unit in grouping.units(weights)]
+        if not found:
             raise UserError(f"groups: {groups!r} makes no group of any selected parameter.")
+        self._factors = _factors(self.penalty, [unit for _, unit in found]) if weigh == "size" else {}
+        for kind, unit in found:
+            self.terms.append(Term(kind, unit, self.penalty, self._scale_for(kind, unit)))
         self._handles: list[Any] = []
         self._backend = choose(self.terms, backend)
         self._backend_name = backend
@@ -102,15 +110,16 @@ class Regularizer:
 
     def _rescale(self) -> None:
         now = {k: not_negative(s(self.steps), f"strength of {k}") for k, s in self.schedules.items()}
-        for (kind, *_), scale in self._scales.items():
-            scale.fill_(now[kind])
+        for (kind, factor, *_), scale in self._scales.items():
+            scale.fill_(now[kind] * factor)
 
     def _scale_for(self, kind: str, unit: Unit) -> Tensor:
-        """The strength as a tensor: one for all terms of a kind that are in the same place."""
+        """The strength as a tensor: one for all terms of a kind and a factor that are in the same place."""
         device, dtype = _place_of_scale(unit)
-        if (kind, device, dtype) not in self._scales:
-            self._scales[kind, device, dtype] = torch.zeros((), dtype=dtype, device=device)
-        return self._scales[kind, device, dtype]
+        key = (kind, self._factors.get(id(unit), 1.0), device, dtype)
+        if key not in self._scales:
+            self._scales[key] = torch.zeros((), dtype=dtype, device=device)
+        return self._scales[key]
 
     # In somebody's training loop
 
@@ -230,6 +239,17 @@ def _schedules(strength: Any, kinds: list[str]) -> dict[str, strengths.Schedule]
     if missing:
         raise UserError(f"strength: {missing[0]!r} has none; give one for each of {', '.join(kinds)}.")
     return {kind: strengths.schedule(strength[kind]) for kind in kinds}
+
+
+def _factors(penalty: Penalty, units: list[Unit]) -> dict[int, float]:
+    """By how much more each unit is regularized: 1 for the one with the smallest groups.
+
+    The pull on a weight w is p'(r) · w / r, and r grows with the root of the size. A penalty that is blind to
+    scale has a slope p' that falls as 1 / r on top of that.
+    """
+    sizes = {id(unit): unit.sizes().double().mean().item() for unit in units}
+    power = 1.0 if isinstance(penalty, ScaleFree) else 0.5
+    return {key: (size / min(sizes.values())) ** power for key, size in sizes.items()}
 
 
 def _place_of_scale(unit: Unit) -> tuple[torch.device, torch.dtype]:

@@ -302,6 +302,7 @@ class Run:
             self._groups(settings.groups),
             settings.schedules(steps_an_epoch),
             settings.select,
+            weigh=settings.weigh,
         )
         if self.state.regularizer:
             made.load_state_dict(self.state.regularizer)

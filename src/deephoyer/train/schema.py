@@ -76,6 +76,7 @@ class Regularize(Training):
     penalty: str | dict[str, Any] = "hoyer-square"
     groups: str = "elements"
     strength: float | dict[str, float]
+    weigh: Literal["alike", "size"] = "alike"
     warmup: Warmup | None = None
     select: str | tuple[str, ...] | None = None
 
