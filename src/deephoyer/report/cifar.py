@@ -43,7 +43,7 @@ KINDS = {
     )
 }
 
-TIMES = (("cpu", 1), ("cpu", 256), ("cuda", 1), ("cuda", 256))
+TIMES = (("cpu", 1), ("cpu", 64), ("cpu", 256), ("cuda", 1), ("cuda", 256))
 
 
 def table(name: str, records: Iterable[Record]) -> str:
