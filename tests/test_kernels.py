@@ -19,6 +19,7 @@ from torch import nn
 
 import deephoyer as dh
 from deephoyer.groups import Grouping, Slices, SliceUnit
+from deephoyer.kernels.zeroing import Zeroing, laid_like
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -187,6 +188,60 @@ def test_addresses_may_change_from_step_to_step(backend):
         model[1].weight.data = torch.randn_like(model[1].weight)
 
 
+def half_the_rows(model):
+    for p in model.parameters():
+        p.data, p.grad = p.data[: len(p) // 2], None
+
+
+def turned(model):
+    """Other strides at the same addresses."""
+    for p in model.parameters():
+        p.data, p.grad = p.data.t(), None
+
+
+CHANGES = {
+    "no gradients": lambda model: model.zero_grad(set_to_none=True),
+    "a frozen weight": lambda model: model[0].weight.requires_grad_(False),
+    "a thawed weight": lambda model: model[0].weight.requires_grad_(True),
+    "turned": turned,
+    "other precision": lambda model: model.double(),
+    "back again": lambda model: model.float(),
+    "half the rows": half_the_rows,
+    "nothing": lambda model: None,
+}
+
+
+@pytest.mark.parametrize("backend", FAST)
+def test_whatever_happens_to_the_weights_between_steps_is_noticed(backend):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(24, 16, bias=False), nn.Linear(8, 8, bias=False)).to(device_of(backend))
+    reg = dh.Regularizer(model, "hoyer-square", "elements", 0.3, backend=backend)
+    for change in CHANGES.values():
+        reg.add_grad_()
+        change(model)
+        for _ in range(2):
+            before = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+            reg.add_grad_()
+            want = autograd(model, "hoyer-square", "elements", 0.3)
+            for p, old, gradient in zip(model.parameters(), before, want, strict=True):
+                added = torch.zeros_like(p) if p.grad is None else p.grad - old
+                torch.testing.assert_close(added.double().cpu(), gradient, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", FAST)
+def test_a_copy_of_model_and_regularizer_goes_its_own_way(backend):
+    torch.manual_seed(0)
+    model = nn.Linear(16, 8, bias=False).to(device_of(backend))
+    reg = dh.Regularizer(model, "hoyer-square", "elements+filters", lambda step: 0.1 * (step + 1), backend=backend)
+    reg.add_grad_()
+    twin, its = copy.deepcopy((model, reg))
+    twin.zero_grad()
+    reg.step()  # the original's strength, not the copy's
+    its.add_grad_()
+    want = autograd(twin, "hoyer-square", "elements+filters", 0.2)[0]
+    torch.testing.assert_close(twin.weight.grad.double().cpu(), want, rtol=1e-4, atol=1e-7)
+
+
 @pytest.mark.parametrize("backend", FAST)
 def test_results_repeat_bit_for_bit(backend):
     torch.manual_seed(0)
@@ -221,6 +276,22 @@ def test_more_than_two_billion_weights(groups):
     ends = torch.stack([grad[0, 0], grad[-1, -1]]).float().cpu()  # S₁ = 4 and S₂ = 10, so A = 0.8 and B = 0.32
     torch.testing.assert_close(ends, torch.tensor([0.48, -0.16]), rtol=1e-2, atol=0)
     assert grad.count_nonzero() == 2
+
+
+@pytest.mark.skipif(not RUNS_TRITON, reason="Triton does not run in this process")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_triton_kernel_zeroes_what_is_dropped_and_nothing_else(dtype, monkeypatch):
+    monkeypatch.setattr("deephoyer.kernels.triton_zeroing.PROGRAMS", 2)  # so that programs take turns
+    torch.manual_seed(0)
+    device = torch.device("cpu" if INTERPRETED else "cuda")
+    tensors = [torch.randn(shape, dtype=dtype, device=device) for shape in ((1,), (130, 100), (3, 4, 5, 6))]
+    tensors[2] = tensors[2].to(memory_format=torch.channels_last)
+    tensors[1][0] = torch.nan
+    drops = [laid_like(torch.rand(t.shape, device=device) < 0.5, t) for t in tensors]
+    expected = [t.masked_fill(drop, 0) for t, drop in zip(tensors, drops, strict=True)]
+    Zeroing().fused(device, list(zip(tensors, drops, strict=True)))
+    for found, wanted in zip(tensors, expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
 
 
 @needs_cuda
@@ -273,14 +344,20 @@ def test_an_unknown_backend_is_refused():
         dh.Regularizer(nn.Linear(3, 2), backend="tritn")
 
 
-def test_an_optimizer_whose_step_is_compiled_takes_the_regularizer_along():
+HAS_COMPILER = shutil.which("g++") is not None
+needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="compiling for a CPU takes a C++ compiler")
+
+
+@pytest.mark.parametrize("by", ["eager", pytest.param("inductor", marks=needs_compiler)])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+def test_an_optimizer_whose_step_is_compiled_takes_the_regularizer_along(by, kind):
     torch.manual_seed(0)
     models = [nn.Linear(5, 4) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     for model, compiles in zip(models, (False, True), strict=True):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = kind(model.parameters(), lr=0.1)
         dh.Regularizer(model, "hoyer-square", "elements", strength=0.1).attach(optimizer)
-        step = torch.compile(optimizer.step, backend="eager") if compiles else optimizer.step
+        step = torch.compile(optimizer.step, backend=by) if compiles else optimizer.step
         for _ in range(3):
             model.zero_grad()
             model(torch.ones(2, 5)).square().sum().backward()
@@ -296,7 +373,7 @@ def test_the_triton_kernels_in_the_interpreter():
     assert done.returncode == 0, done.stdout[-4000:]
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="compiling for a CPU takes a C++ compiler")
+@needs_compiler
 def test_compiled_agrees_with_autograd():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(30, 20, bias=False), nn.Conv2d(4, 6, 3, bias=False))

@@ -1,6 +1,8 @@
 """The parts of the loop: batches, rates, teachers, sweeps."""
 
 import json
+import os
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -10,8 +12,9 @@ from hypothesis import strategies as st
 
 import deephoyer as dh
 from deephoyer import data, models
-from deephoyer.train import batches, checkpoint, sweep
+from deephoyer.train import batches, checkpoint, sharing, sweep
 from deephoyer.train.distill import Teachers
+from deephoyer.train.places import looked_up
 from deephoyer.train.rates import make_optimizer, rate_at, set_rate
 from deephoyer.train.schema import Training
 
@@ -36,6 +39,18 @@ def test_a_shift_moves_the_image_and_lets_zeros_in(rows, columns):
             if 0 <= i - rows < 5 and 0 <= j - columns < 6:
                 expected[..., i, j] = x[..., i - rows, j - columns]
     assert torch.equal(batches.moved(x, torch.tensor([[rows, columns]]), 2), expected)
+
+
+@pytest.mark.parametrize("reach", [0, 1, 3])
+@pytest.mark.parametrize("flips", [False, True])
+def test_images_looked_up_are_the_images_moved(reach, flips):
+    g = torch.Generator().manual_seed(0)
+    x = torch.randint(0, 256, (40, 3, 6, 5), dtype=torch.uint8, generator=g)
+    y = torch.arange(40)
+    pictures = data.Dataset("pictures", x, y, x, y, 40, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)).in_floats()
+    draw = batches.draw(torch.arange(40), 30, reach, flips, seed=2).step(0)
+    expected, labels = batches.images(pictures, *draw, reach)
+    assert torch.equal(looked_up(pictures, *draw, reach), expected) and torch.equal(labels, draw[0])
 
 
 def test_rates_are_pure_functions_of_the_step():
@@ -98,7 +113,7 @@ def test_teachers_in_a_table_and_teachers_asked_in_the_step_say_the_same(passes)
         soft = torch.stack([F.softmax(net(x) / 2.0, 1) for net in nets]).mean(0)
     far = (soft * (soft.log() - F.log_softmax(logits / 2.0, 1))).sum(1).mean() * 4
     expected = 0.4 * F.cross_entropy(logits, y) + 0.6 * far
-    torch.testing.assert_close(teachers.loss(logits, y, x, index, shift, flip), expected)
+    torch.testing.assert_close(teachers.losses(logits, y, x, index, shift, flip).mean(), expected)
 
 
 def test_teachers_of_photographs_are_asked_in_the_step():
@@ -135,3 +150,71 @@ def test_a_grid_that_makes_no_sense_is_refused_before_anything_runs(tmp_path, ax
     with pytest.raises(dh.UserError):
         sweep.members("demo", QUICK, [axis], tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+CONTROL = """#!/bin/sh
+# What NVIDIA's program does as seen from outside: -d stays behind, and then takes commands through its folder.
+if [ "$1" = -d ]; then
+  echo "start $CUDA_MPS_PIPE_DIRECTORY" >> "$CALLS"
+  [ "$REFUSES" ] && exit 1
+  touch "$CUDA_MPS_PIPE_DIRECTORY/control"
+else
+  [ -e "$CUDA_MPS_PIPE_DIRECTORY/control" ] || exit 1
+  read command
+  echo "$command $CUDA_MPS_PIPE_DIRECTORY" >> "$CALLS"
+  [ "$command" = quit ] && rm "$CUDA_MPS_PIPE_DIRECTORY/control"
+fi
+exit 0
+"""
+
+
+@pytest.fixture
+def control(tmp_path, monkeypatch):
+    """A program named like NVIDIA's on the path; gives the calls it got."""
+    program = tmp_path / "bin" / sharing.CONTROL
+    program.parent.mkdir()
+    program.write_text(CONTROL)
+    program.chmod(0o755)
+    calls = tmp_path / "calls"
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("CALLS", str(calls))
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path / "nothing"))
+    return lambda: [line.split() for line in calls.read_text().splitlines()] if calls.exists() else []
+
+
+@pytest.mark.parametrize("end", [None, KeyboardInterrupt, RuntimeError])
+def test_a_private_mps_lasts_as_long_as_the_sweep_however_that_ends(control, end):
+    said = []
+    with nullcontext() if end is None else pytest.raises(end), sharing.mps(said.append) as environment:
+        folder = environment["CUDA_MPS_PIPE_DIRECTORY"]
+        assert os.path.isdir(folder)
+        if end is not None:
+            raise end
+    assert control() == [["start", folder], ["quit", folder]]
+    assert not os.path.exists(folder) and said == []
+
+
+def test_an_mps_that_runs_already_is_left_alone(control, tmp_path, monkeypatch):
+    (tmp_path / "nothing").mkdir()
+    (tmp_path / "nothing" / "control").touch()
+    with sharing.mps(print) as environment:
+        assert environment == {}
+    assert [call[0] for call in control()] == ["get_server_list"]
+
+
+def test_an_mps_that_does_not_start_is_done_without(control, monkeypatch):
+    monkeypatch.setenv("REFUSES", "1")
+    said = []
+    with sharing.mps(said.append) as environment:
+        assert environment == {}
+    assert len(said) == 1 and "exit status 1" in said[0]
+    assert [call[0] for call in control()] == ["start"]
+
+
+def test_without_the_program_or_a_gpu_to_share_nothing_is_started(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    with sharing.mps(pytest.fail) as environment:
+        assert environment == {}
+    assert not sharing.shares_a_gpu(["cpu", "cpu"], 2)
+    assert not sharing.shares_a_gpu(["auto", "auto"], 1)
+    assert sharing.shares_a_gpu(["auto", "cuda:0"], 2) == torch.cuda.is_available()

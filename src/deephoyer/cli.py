@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from deephoyer import __version__
+from deephoyer.bench.commands import bench
 from deephoyer.errors import UserError, unknown
 from deephoyer.report import commands
 
@@ -93,6 +94,8 @@ def sweep(
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help="for every run")] = None,
     grid: Annotated[list[str] | None, typer.Option("--grid", help="key=value,value,… ; several multiply")] = None,
     jobs: Annotated[int, typer.Option("--jobs", min=0, help="runs at once; 0 chooses")] = 0,
+    mps: Annotated[bool, typer.Option("--mps/--no-mps", help="share a GPU through NVIDIA's MPS where it is")] = True,
+    stack: Annotated[bool, typer.Option("--stack", help="small networks: train all as one batched network")] = False,
     folder: Annotated[Path, typer.Option("--out", help="where the runs' folders go")] = Path("runs"),
 ) -> None:
     """Runs a recipe once for every combination of a grid, several at once; what is done is not done again."""
@@ -104,11 +107,13 @@ def sweep(
     team = sweeps.members(recipe, changes, grid or [], folder)
     at_once = jobs or sweeps.default_jobs()
     try:
-        if out.is_terminal:
+        if stack:
+            sweeps.run_stacked(recipe, changes, team, lambda text: out.print(text, highlight=False))
+        elif out.is_terminal:
             with Live(console=out, refresh_per_second=4) as live:
-                sweeps.run_all(recipe, changes, team, at_once, live)
+                sweeps.run_all(recipe, changes, team, at_once, live, mps=mps, say=_complain)
         else:
-            sweeps.run_all(recipe, changes, team, at_once, None)
+            sweeps.run_all(recipe, changes, team, at_once, None, mps=mps, say=_complain)
     except KeyboardInterrupt:
         _complain("interrupted; nothing is lost. The same command goes on.")
         raise typer.Exit(130) from None
@@ -213,7 +218,7 @@ def summary(
     out.print(measure(network, example, baseline=other), highlight=False)
 
 
-for _command in (commands.publish, commands.verify, commands.table, commands.figure):
+for _command in (commands.publish, commands.verify, commands.table, commands.figure, bench):
     app.command()(_command)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from deephoyer.errors import UserError
 from deephoyer.groups import Grouping, Unit, groupings
+from deephoyer.kernels.zeroing import Zeroing, laid_like
 from deephoyer.optimizers import bare
 from deephoyer.penalties import wide
 from deephoyer.rules import Rule, Scores
@@ -139,21 +140,24 @@ class Hold:
             raise UserError(
                 "masks: the optimizer holds none of the masked parameters. Is it another model's, or a copy's?"
             )
-        self._optimizer, self._drops = optimizer, drops
+        self._optimizer, self._drops = optimizer, [(tensor, laid_like(drop, tensor)) for tensor, drop in drops]
+        self._zero = Zeroing()
         self._handle = optimizer.register_step_post_hook(lambda *_: self.zero_())
         self.zero_()
 
     @torch.no_grad()
     def zero_(self) -> None:
+        pairs: list[tuple[Tensor, Tensor]] = []
         for i, (tensor, drop) in enumerate(self._drops):
             if drop.device != tensor.device:  # the model was moved
-                drop = drop.to(tensor.device)
+                drop = laid_like(drop, tensor)
                 self._drops[i] = (tensor, drop)
-            tensor.masked_fill_(drop, 0)
+            pairs.append((tensor, drop))
             for key, value in self._optimizer.state.get(tensor, {}).items():
                 # Adam's step count has the shape of a parameter that is a single number.
                 if key != "step" and isinstance(value, Tensor) and value.shape == drop.shape:
-                    value.masked_fill_(drop, 0)
+                    pairs.append((value, drop))
+        self._zero(pairs)
 
     def release(self) -> None:
         self._handle.remove()

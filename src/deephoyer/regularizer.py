@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from deephoyer import strength as strengths
 from deephoyer.errors import UserError, not_negative, unknown
 from deephoyer.groups import Grouping, Unit, groupings
-from deephoyer.kernels import Backend, Term, choose
+from deephoyer.kernels import Scale, Term, choose
 from deephoyer.optimizers import bare
 from deephoyer.penalties import PENALTIES, HoyerSquare, Penalty, ScaleFree, hoyer_measure, trimming_threshold
 from deephoyer.weights import find_weights
@@ -59,23 +59,25 @@ class Regularizer:
         self.schedules = _schedules(strength, [g.name for g in chosen])
         self.steps = 0
         self.terms: list[Term] = []
-        self._scales: dict[tuple[Any, ...], Tensor] = {}
+        self._scales: dict[tuple[str, float], Scale] = {}
         found = [(grouping.name, unit) for grouping in chosen for unit in grouping.units(weights)]
         if not found:
             raise UserError(f"groups: {groups!r} makes no group of any selected parameter.")
-        self._factors = _factors(self.penalty, [unit for _, unit in found]) if weigh == "size" else {}
-        for kind, unit in found:
-            self.terms.append(Term(kind, unit, self.penalty, self._scale_for(kind, unit)))
+        factors = _factors(self.penalty, [unit for _, unit in found]) if weigh == "size" else [1.0] * len(found)
+        for (kind, unit), factor in zip(found, factors, strict=True):
+            scale = self._scales.setdefault((kind, factor), Scale())
+            self.terms.append(Term(kind, unit, self.penalty, scale))
         self._handles: list[Any] = []
         self._backend = choose(self.terms, backend)
         self._backend_name = backend
+        for term in self.terms:
+            term.strength.beside(term.unit.tensors[0])  # now, not while a graph may be captured
         self._rescale()
 
     # The penalty and its gradient
 
     def loss(self) -> Tensor:
         """The penalty, to be added to the training loss; call `step()` yourself if the strength is scheduled."""
-        self._follow()
         return torch.stack([term.value().to(self.terms[0].scale) for term in self.terms]).sum()
 
     @torch.no_grad()
@@ -86,40 +88,26 @@ class Regularizer:
         clipped too, after it (as `attach` does) to leave it whole. In a captured step, pass
         `advance=False` and call `step()` outside of the capture.
         """
-        self._add_grad_(self._backend)
+        self._backend.add_grad_()
         if advance:
             self.step()
 
-    def _add_grad_(self, backend: Backend, times: Tensor | None = None) -> None:
-        self._follow()
-        backend.add_grad_(times)
-
     def step(self) -> None:
         """Advances a scheduled strength. `add_grad_` and an attached optimizer do it themselves."""
+        moves = not self.settled
         self.steps += 1
-        if not all(isinstance(s, strengths.Constant) for s in self.schedules.values()):
+        if moves:
             self._rescale()
 
-    def _follow(self) -> None:
-        """New scales where `model.to(...)` has taken weights to another device or precision."""
-        stale = [t for t in self.terms if (t.scale.device, t.scale.dtype) != _place_of_scale(t.unit)]
-        for term in stale:
-            term.scale = self._scale_for(term.kind, term.unit)
-        if stale:
-            self._rescale()
+    @property
+    def settled(self) -> bool:
+        """Whether the strength stays as it is now: a constant one, or a warm-up that is over."""
+        return all(strengths.settled(s, self.steps) for s in self.schedules.values())
 
     def _rescale(self) -> None:
         now = {k: not_negative(s(self.steps), f"strength of {k}") for k, s in self.schedules.items()}
-        for (kind, factor, *_), scale in self._scales.items():
-            scale.fill_(now[kind] * factor)
-
-    def _scale_for(self, kind: str, unit: Unit) -> Tensor:
-        """The strength as a tensor: one for all terms of a kind and a factor that are in the same place."""
-        device, dtype = _place_of_scale(unit)
-        key = (kind, self._factors.get(id(unit), 1.0), device, dtype)
-        if key not in self._scales:
-            self._scales[key] = torch.zeros((), dtype=dtype, device=device)
-        return self._scales[key]
+        for (kind, factor), scale in self._scales.items():
+            scale.set(now[kind] * factor)
 
     # In somebody's training loop
 
@@ -168,7 +156,7 @@ class Regularizer:
 
         @torch.no_grad()
         def add(optimizer: torch.optim.Optimizer) -> None:
-            self._add_grad_(backend, getattr(optimizer, "grad_scale", None))
+            backend.add_grad_(getattr(optimizer, "grad_scale", None))
             if last:
                 self.step()
 
@@ -241,20 +229,15 @@ def _schedules(strength: Any, kinds: list[str]) -> dict[str, strengths.Schedule]
     return {kind: strengths.schedule(strength[kind]) for kind in kinds}
 
 
-def _factors(penalty: Penalty, units: list[Unit]) -> dict[int, float]:
+def _factors(penalty: Penalty, units: list[Unit]) -> list[float]:
     """By how much more each unit is regularized: 1 for the one with the smallest groups.
 
     The pull on a weight w is p'(r) · w / r, and r grows with the root of the size. A penalty that is blind to
     scale has a slope p' that falls as 1 / r on top of that.
     """
-    sizes = {id(unit): unit.sizes().double().mean().item() for unit in units}
+    sizes = [unit.sizes().double().mean().item() for unit in units]
     power = 1.0 if isinstance(penalty, ScaleFree) else 0.5
-    return {key: (size / min(sizes.values())) ** power for key, size in sizes.items()}
-
-
-def _place_of_scale(unit: Unit) -> tuple[torch.device, torch.dtype]:
-    tensor = unit.tensors[0]
-    return tensor.device, torch.float64 if tensor.dtype == torch.float64 else torch.float32
+    return [(size / min(sizes)) ** power for size in sizes]
 
 
 def _unit_stats(term: Term) -> dict[str, float]:

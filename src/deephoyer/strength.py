@@ -77,6 +77,15 @@ def schedule(choice: Any) -> Schedule:
     return choice if callable(choice) else Constant(not_negative(choice, "strength"))
 
 
+def settled(made: Schedule, step: int) -> bool:
+    """Whether the strength is the same from this step on, as far as can be told.
+
+    >>> settled(Linear(1.0, steps=4), 3), settled(Linear(1.0, steps=4), 4)
+    (False, True)
+    """
+    return isinstance(made, Constant) or (isinstance(made, _Warmup) and step >= made.steps)
+
+
 def to_state(made: Schedule) -> dict[str, Any] | None:
     """What `state_dict` keeps of a schedule; a user's own callable can't be kept and is None."""
     for kind, cls in SCHEDULES.items():

@@ -17,7 +17,9 @@ from typing import Protocol
 from torch import Tensor
 
 from deephoyer.errors import unknown
-from deephoyer.kernels.plain import Plain, Term
+from deephoyer.kernels.plain import Plain, Scale, Term
+
+__all__ = ["BACKENDS", "Backend", "Scale", "Term", "choose"]
 
 BACKENDS = ("auto", "plain", "foreach", "compiled", "triton")
 

@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+AT_HAND = 32
+"""Tables that can be made in a capture: a graph of several steps makes one for each."""
+
 
 @dataclass(frozen=True, eq=False)
 class Addresses:
@@ -29,7 +32,7 @@ class AddressBook:
     device: torch.device
     kept: dict[Any, Addresses] = field(default_factory=dict)
     captured: list[Addresses] = field(default_factory=list)
-    spare: list[Tensor] = field(default_factory=list)
+    spare: dict[int, list[Tensor]] = field(default_factory=dict)
 
     def table(self, sections: tuple[tuple[int, ...], ...]) -> list[Tensor]:
         """The sections as int64 tensors on the device."""
@@ -61,11 +64,7 @@ class AddressBook:
         """Pinned memory. Some is kept at hand, for allocating it while a graph is captured may not be allowed."""
         if self.device.type != "cuda":
             return torch.empty(length, dtype=torch.int64)
-        if not capturing:
-            while len(self.spare) < 4:
-                self.spare.append(torch.empty(length, dtype=torch.int64, pin_memory=True))
-        fitting = [s for s in self.spare if len(s) == length]
-        if not capturing or not fitting:
-            return torch.empty(length, dtype=torch.int64, pin_memory=True)
-        self.spare = [s for s in self.spare if s is not fitting[0]]
-        return fitting[0]
+        spare = self.spare.setdefault(length, [])
+        if not capturing and len(spare) < AT_HAND:
+            spare.extend(torch.empty(AT_HAND, length, dtype=torch.int64, pin_memory=True).unbind())
+        return spare.pop() if capturing and spare else torch.empty(length, dtype=torch.int64, pin_memory=True)

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from deephoyer.kernels.layout import Matrix, flat
-from deephoyer.kernels.passes import Pair, Passes, Plan
+from deephoyer.kernels.looks import Pairs
+from deephoyer.kernels.passes import Passes, Plan
 from deephoyer.penalties import Penalty, ScaleFree, wide
 
 
@@ -24,7 +25,7 @@ class Foreach(Passes):
     cpu_block = 1 << 19
     device_block = 1 << 24
 
-    def element_sums(self, plan: Plan, pairs: list[Pair]) -> Tensor:
+    def element_sums(self, plan: Plan, pairs: Pairs) -> Tensor:
         sums: list[Tensor] = []
         for element in plan.elements:
             weight = flat(pairs[element.at][0])
@@ -33,7 +34,7 @@ class Foreach(Passes):
                 sums.append(each[0] if len(each) == 1 else torch.stack(each).sum())
         return torch.stack([s.to(plan.dtype) for s in sums]).view(-1, 2).t()
 
-    def add_elements_(self, plan: Plan, pairs: list[Pair], sums: Tensor | None, times: Tensor | None) -> None:
+    def add_elements_(self, plan: Plan, pairs: Pairs, sums: Tensor | None, times: Tensor | None) -> None:
         scales = torch.stack([e.term.scale.to(plan.dtype) for e in plan.elements])
         if times is not None:
             scales = scales * times.to(scales)
@@ -49,7 +50,7 @@ class Foreach(Passes):
                 else:
                     self.add_slope_(x, y, penalty, scales[i])
 
-    def slice_squares(self, plan: Plan, pairs: list[Pair]) -> Tensor:
+    def slice_squares(self, plan: Plan, pairs: Pairs) -> Tensor:
         assert plan.slices is not None
         squares = torch.zeros(plan.slices.slices, dtype=plan.dtype, device=plan.device)
         for piece in plan.pieces:
@@ -67,7 +68,7 @@ class Foreach(Passes):
                 squares[piece.column : piece.column + each.numel()] = each
         return squares
 
-    def add_slices_(self, plan: Plan, pairs: list[Pair], squares: Tensor, times: Tensor | None) -> None:
+    def add_slices_(self, plan: Plan, pairs: Pairs, squares: Tensor, times: Tensor | None) -> None:
         assert plan.slices is not None
         c = plan.slices.coefficients(squares, times)
         for piece in reversed(plan.pieces):

@@ -16,12 +16,11 @@ from torch import Tensor
 
 from deephoyer.groups import ElementUnit, SliceUnit
 from deephoyer.kernels.layout import Matrix, matrix, walks_alike
-from deephoyer.kernels.plain import Plain, Term, grad_of
-from deephoyer.kernels.sharded import Reduction, local, offsets, same_cut
+from deephoyer.kernels.looks import Pairs, pairs_of
+from deephoyer.kernels.plain import Plain, Term
+from deephoyer.kernels.sharded import Reduction, offsets, same_cut
 from deephoyer.kernels.slices import SEPARABLE, Face, SlicePlan, face_dim
 from deephoyer.penalties import Penalty, ScaleFree
-
-Pair = tuple[Tensor, Tensor | None]  # a weight and its gradient, on this process; None if it is frozen
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +51,7 @@ class Plan:
     slices: SlicePlan | None
     pieces: list[Piece]
     reduction: Reduction
+    wants_sums: bool  # of the element-wise terms
     tables: Any = None  # for a backend to keep what it derives
 
 
@@ -64,6 +64,7 @@ class Passes:
         self.terms = list(terms)
         self.tensors = list({id(t): t for term in terms for t in term.unit.tensors}.values())
         self._plans: dict[Any, tuple[list[Plan], Plain]] = {}
+        self._last: tuple[Any, tuple[list[Plan], Plain]] = (None, ([], Plain([])))
 
     # For backends
 
@@ -71,33 +72,32 @@ class Passes:
         """Whether this backend has the penalty."""
         return not element_wise or isinstance(penalty, (ScaleFree, *SEPARABLE))
 
-    def element_sums(self, plan: Plan, pairs: list[Pair]) -> Tensor:
+    def element_sums(self, plan: Plan, pairs: Pairs) -> Tensor:
         """Σ|w| and Σw² of each element-wise term, as [2, terms]."""
         raise NotImplementedError
 
-    def slice_squares(self, plan: Plan, pairs: list[Pair]) -> Tensor:
+    def slice_squares(self, plan: Plan, pairs: Pairs) -> Tensor:
         """The squared norm of each slice; 0 for slices on other processes."""
         raise NotImplementedError
 
-    def add_elements_(self, plan: Plan, pairs: list[Pair], sums: Tensor | None, times: Tensor | None) -> None:
+    def add_elements_(self, plan: Plan, pairs: Pairs, sums: Tensor | None, times: Tensor | None) -> None:
         raise NotImplementedError
 
-    def add_slices_(self, plan: Plan, pairs: list[Pair], squares: Tensor, times: Tensor | None) -> None:
+    def add_slices_(self, plan: Plan, pairs: Pairs, squares: Tensor, times: Tensor | None) -> None:
         raise NotImplementedError
 
     # The passes
 
-    @torch.no_grad()
     def add_grad_(self, times: Tensor | None = None) -> None:
-        pairs: list[Pair] = [(local(t), local(grad_of(t)) if t.requires_grad else None) for t in self.tensors]
+        pairs = pairs_of(self.tensors)
         plans, rest = self._sorted(pairs)
         for plan in plans:
             self._run(plan, pairs, None if times is None else times.to(plan.device))
-        rest.add_grad_(times)
+        if rest.terms:
+            rest.add_grad_(times)
 
-    def _run(self, plan: Plan, pairs: list[Pair], times: Tensor | None) -> None:
-        wants_sums = any(isinstance(e.term.penalty, ScaleFree) for e in plan.elements)
-        sums = self.element_sums(plan, pairs) if wants_sums else None
+    def _run(self, plan: Plan, pairs: Pairs, times: Tensor | None) -> None:
+        sums = self.element_sums(plan, pairs) if plan.wants_sums else None
         squares = self.slice_squares(plan, pairs) if plan.slices else None
         if plan.reduction.steps:
             sums, squares = _reduce(plan.reduction, sums, squares)
@@ -109,25 +109,24 @@ class Passes:
     def shares(self) -> dict[str, int]:
         """How many terms each backend works on."""
         with torch.no_grad():  # a gradient that is not there yet will lie as its tensor does
-            grads = [t if t.grad is None else t.grad for t in self.tensors]
-            pairs: list[Pair] = [
-                (local(t), local(g) if t.requires_grad else None) for t, g in zip(self.tensors, grads, strict=True)
-            ]
+            pairs = pairs_of(self.tensors, lambda t: t if t.grad is None else t.grad)
         plans, rest = self._sorted(pairs)
         fast = sum(len(p.elements) + (len(p.slices.terms) if p.slices else 0) for p in plans)
         return {name: n for name, n in ((self.name, fast), (rest.name, len(rest.terms))) if n}
 
     # Sorting the terms
 
-    def _sorted(self, pairs: list[Pair]) -> tuple[list[Plan], Plain]:
-        key = tuple(_looks(w, g) for w, g in pairs)
-        if key not in self._plans:
-            if len(self._plans) > 8:
-                self._plans.clear()
-            self._plans[key] = self._sort(pairs)
-        return self._plans[key]
+    def _sorted(self, pairs: Pairs) -> tuple[list[Plan], Plain]:
+        key = pairs.looks()
+        if key != self._last[0]:
+            if key not in self._plans:
+                if len(self._plans) > 8:
+                    self._plans.clear()
+                self._plans[key] = self._sort(pairs)
+            self._last = key, self._plans[key]
+        return self._last[1]
 
-    def _sort(self, pairs: list[Pair]) -> tuple[list[Plan], Plain]:
+    def _sort(self, pairs: Pairs) -> tuple[list[Plan], Plain]:
         number = {id(t): i for i, t in enumerate(self.tensors)}
         fits = [self._fits(*pair, tensor) for pair, tensor in zip(pairs, self.tensors, strict=True)]
         by_device: dict[torch.device, list[Term]] = {}
@@ -147,7 +146,7 @@ class Passes:
         whole = tensor if tensor.grad is None else tensor.grad
         return grad is None or (same_cut(tensor, whole) and walks_alike(weight, grad))
 
-    def _knows(self, term: Term, pairs: list[Pair], places: list[int], split_by: dict[int, int]) -> bool:
+    def _knows(self, term: Term, pairs: Pairs, places: list[int], split_by: dict[int, int]) -> bool:
         unit = term.unit
         if type(unit) is ElementUnit:
             return self.takes(term.penalty, element_wise=True) and pairs[places[0]][1] is not None
@@ -164,7 +163,7 @@ class Passes:
                 return False
         return True
 
-    def _plan(self, device: torch.device, terms: list[Term], pairs: list[Pair], number: dict[int, int]) -> Plan:
+    def _plan(self, device: torch.device, terms: list[Term], pairs: Pairs, number: dict[int, int]) -> Plan:
         used = {number[id(t)] for term in terms for t in term.unit.tensors}
         double = any(pairs[i][0].dtype == torch.float64 for i in used)
         dtype = torch.float64 if double else torch.float32
@@ -176,17 +175,10 @@ class Passes:
         lengths = ([1] * 2 * len(elements) if wants_sums else []) + [f.count for f in faces]
         owners = [e.term.unit.tensors[0] for e in elements] * (2 if wants_sums else 0) + [f.tensor for f in faces]
         reduction = Reduction.of(owners, lengths, device)
-        return Plan(device, dtype, elements, slices, _pieces(faces, pairs, number), reduction)
+        return Plan(device, dtype, elements, slices, _pieces(faces, pairs, number), reduction, wants_sums)
 
 
-def _looks(weight: Tensor, grad: Tensor | None) -> tuple[Any, ...]:
-    """All that a plan depends on; addresses are not among it."""
-    if grad is None:
-        return weight.device, weight.dtype, weight.shape, weight.stride()
-    return weight.device, weight.dtype, weight.shape, weight.stride(), grad.dtype, grad.stride()
-
-
-def _pieces(faces: list[Face], pairs: list[Pair], number: dict[int, int]) -> list[Piece]:
+def _pieces(faces: list[Face], pairs: Pairs, number: dict[int, int]) -> list[Piece]:
     """Each sliced tensor once, with the numbers of its local slices along both dimensions."""
     by_tensor: dict[int, list[Face]] = {}
     for face in faces:

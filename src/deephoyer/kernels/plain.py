@@ -17,14 +17,38 @@ from deephoyer.kernels.sharded import share_of, whole
 from deephoyer.penalties import Penalty
 
 
+class Scale:
+    """A strength as tensors: one for each device and precision where weights are, all with the same number."""
+
+    def __init__(self) -> None:
+        self.number = 0.0
+        self.tensors: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+
+    def set(self, number: float) -> None:
+        self.number = number
+        for tensor in self.tensors.values():
+            tensor.fill_(number)
+
+    def beside(self, weight: Tensor) -> Tensor:
+        """The one for a weight, wherever `model.to(...)` has taken it; the same tensor each time."""
+        place = weight.device, torch.float64 if weight.dtype == torch.float64 else torch.float32
+        if place not in self.tensors:
+            self.tensors[place] = torch.full((), self.number, dtype=place[1], device=place[0])
+        return self.tensors[place]
+
+
 @dataclass(eq=False)
 class Term:
-    """One penalty value: `scale` × penalty(magnitudes of the unit). The scale is a tensor on the unit's device."""
+    """One penalty value: `scale` × penalty(magnitudes of the unit)."""
 
     kind: str
     unit: Unit
     penalty: Penalty
-    scale: Tensor
+    strength: Scale
+
+    @property
+    def scale(self) -> Tensor:
+        return self.strength.beside(self.unit.tensors[0])
 
     def magnitudes(self) -> Tensor:
         """r of all groups, those of sharded weights too."""
@@ -49,7 +73,6 @@ class Plain:
     def __init__(self, terms: Sequence[Term]):
         self.terms = list(terms)
 
-    @torch.no_grad()
     def add_grad_(self, times: Tensor | None = None) -> None:
         for term in self.terms:
             for tensor, gradient in zip(term.unit.tensors, term.gradients(), strict=True):

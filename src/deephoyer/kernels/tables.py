@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from deephoyer.kernels.layout import Matrix
-from deephoyer.kernels.passes import Pair, Piece, Plan
+from deephoyer.kernels.looks import Pairs
+from deephoyer.kernels.passes import Piece, Plan
 
 # For models under 2²³ weights, under 2²⁷, and above: small ones need many small programs to fill a device.
 CHUNKS = (4096, 8192, 16384)
@@ -61,7 +62,7 @@ class TileTable:
     starts: Tensor
 
 
-def chunk_table(plan: Plan, pairs: list[Pair], aligned: Sequence[bool]) -> ChunkTable:
+def chunk_table(plan: Plan, pairs: Pairs, aligned: Sequence[bool]) -> ChunkTable:
     lengths = [pairs[e.at][0].numel() for e in plan.elements]
     chunk = _by_size(sum(lengths), CHUNKS)
     keys = []
@@ -79,7 +80,7 @@ def chunk_table(plan: Plan, pairs: list[Pair], aligned: Sequence[bool]) -> Chunk
     )  # fmt: skip
 
 
-def tile_table(plan: Plan, pairs: list[Pair], aligned: Sequence[bool], width: int, block: int) -> TileTable:
+def tile_table(plan: Plan, pairs: Pairs, aligned: Sequence[bool], width: int, block: int) -> TileTable:
     assert plan.slices is not None
     tall = _by_size(sum(pairs[p.at][0].numel() for p in plan.pieces), TALLS)
     keys, counts = [], []

@@ -8,7 +8,8 @@ no waiting for the device, and no atomics. This file launches; the device code i
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +19,9 @@ from torch import Tensor
 
 from deephoyer.kernels import triton_elements, triton_slices
 from deephoyer.kernels.addresses import AddressBook
-from deephoyer.kernels.passes import Pair, Passes, Plan
+from deephoyer.kernels.launcher import Launcher
+from deephoyer.kernels.looks import Pairs
+from deephoyer.kernels.passes import Passes, Plan
 from deephoyer.kernels.slices import one_penalty
 from deephoyer.kernels.tables import ChunkTable, TileTable, chunk_table, tile_table
 from deephoyer.kernels.triton_slopes import kind_of
@@ -32,16 +35,43 @@ HEIGHT, WIDTH = 32, 128  # the same for slices: rows and columns
 LARGE = {"num_warps": 8, "enable_fp_fusion": True}
 SMALL = {"num_warps": 4, "enable_fp_fusion": True}
 FACE_BLOCK, FACE_DEEP = 64, 16
+Make = Callable[[Plan, Pairs, list[bool]], Any]
+
+
+@dataclass(eq=False)
+class ElementWork:
+    """Launches over chunks: the sums of each, the sums of each tensor, the gradient."""
+
+    table: ChunkTable
+    sums: list[tuple[int, Launcher]]  # with the first chunk of each
+    totals: Launcher
+    adds: list[tuple[int, Launcher]]
+
+
+@dataclass(eq=False)
+class SliceWork:
+    """Launches over tiles: squares, squares of each slice, coefficients (None: in plain PyTorch), the gradient."""
+
+    table: TileTable
+    squares: list[tuple[int, Launcher]]
+    faces: Launcher | None
+    coefficients: Launcher | None
+    adds: list[tuple[int, Launcher]]
 
 
 @dataclass(eq=False)
 class Desk:
-    """What a plan needs at every step."""
+    """What a plan needs at every step: for each kind of work the tensors, the strengths, and where all was last.
+
+    A strength has one tensor for each device and type, and a plan is for one of each: so the tensors stay the same.
+    """
 
     book: AddressBook
     one: Tensor
-    chunks: dict[tuple[bool, ...], ChunkTable] = field(default_factory=dict)
-    tiles: dict[tuple[bool, ...], TileTable] = field(default_factory=dict)
+    at: dict[str, list[int]]
+    scales: dict[str, list[Tensor]]
+    work: dict[tuple[str, tuple[bool, ...]], Any] = field(default_factory=dict)
+    last: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     found: dict[str, Any] = field(default_factory=dict)  # by the first pass, for the second
 
 
@@ -50,137 +80,159 @@ class Triton(Passes):
 
     name = "triton"
 
-    # A compiler that traced a launch would see tables of addresses, not the gradients that are written.
-    @torch.compiler.disable
     def add_grad_(self, times: Tensor | None = None) -> None:
+        # A compiler that traced a launch would see tables of addresses, not the gradients that are written.
+        if torch.compiler.is_compiling():
+            self._untraced(times)
+        else:
+            super().add_grad_(times)
+
+    @torch.compiler.disable
+    def _untraced(self, times: Tensor | None) -> None:
         super().add_grad_(times)
 
-    def _run(self, plan: Plan, pairs: list[Pair], times: Tensor | None) -> None:
-        with torch.cuda.device(plan.device) if plan.device.type == "cuda" else nullcontext():
+    def _run(self, plan: Plan, pairs: Pairs, times: Tensor | None) -> None:
+        with _current(plan.device):
             super()._run(plan, pairs, times)
 
     def takes(self, penalty: Penalty, element_wise: bool) -> bool:
         return not element_wise or kind_of(penalty) is not None
 
-    def element_sums(self, plan: Plan, pairs: list[Pair]) -> Tensor:
-        _desk(plan).found["elements"] = found = self._element_tables(plan, pairs)
-        table, (weights, _, _) = found
+    def element_sums(self, plan: Plan, pairs: Pairs) -> Tensor:
+        desk = _desk(plan)
+        desk.found["elements"] = found = _prepared(desk, "elements", plan, pairs, element_work)
+        work, (weights, _, _) = found
+        table = work.table
         partial = torch.empty(2 * table.chunks, dtype=plan.dtype, device=plan.device)
         sums = torch.empty(2, len(plan.elements), dtype=plan.dtype, device=plan.device)
-        for launch in table.launches:
-            triton_elements.element_sums[(launch.end - launch.begin,)](
-                weights, table.chunk_of, table.first, table.lengths, partial, launch.begin, table.chunks,
-                DTYPE=TYPES[launch.dtype], WIDE=_wide(launch.dtype), ALIGNED=launch.aligned,
-                CHUNK=table.chunk, BLOCK=BLOCK, **LARGE,
-            )  # fmt: skip
-        triton_elements.tensor_sums[(len(plan.elements),)](
-            partial, table.first, table.ends, sums, table.chunks, len(plan.elements),
-            WIDE=TYPES[plan.dtype], BLOCK=1024, **SMALL,
-        )  # fmt: skip
+        for begin, launch in work.sums:
+            launch(weights, table.chunk_of, table.first, table.lengths, partial, begin, table.chunks)
+        work.totals(partial, table.first, table.ends, sums, table.chunks, len(plan.elements))
         return sums
 
-    def add_elements_(self, plan: Plan, pairs: list[Pair], sums: Tensor | None, times: Tensor | None) -> None:
-        found = _desk(plan).found.pop("elements", None) or self._element_tables(plan, pairs)
-        table, (weights, grads, scales) = found
+    def add_elements_(self, plan: Plan, pairs: Pairs, sums: Tensor | None, times: Tensor | None) -> None:
+        desk = _desk(plan)
+        found = desk.found.pop("elements", None) or _prepared(desk, "elements", plan, pairs, element_work)
+        work, (weights, grads, scales) = found
         if sums is None:  # a separable penalty doesn't look at them
             sums = torch.empty(2, len(plan.elements), dtype=plan.dtype, device=plan.device)
-        times = _desk(plan).one if times is None else times
-        for launch in reversed(table.launches):
-            kind, p0, p1 = kind_of(launch.penalty) or (0, 0.0, 0.0)
-            triton_elements.element_add[(launch.end - launch.begin,)](
-                weights, grads, table.chunk_of, table.first, table.lengths, sums, scales, times,
-                launch.begin, len(plan.elements),
-                DTYPE=TYPES[launch.dtype], GRAD=TYPES[launch.grad], WIDE=_wide(launch.dtype), SCALE=TYPES[launch.scale],
-                ALIGNED=launch.aligned, CHUNK=table.chunk, BLOCK=BLOCK, KIND=kind, P0=p0, P1=p1, **LARGE,
-            )  # fmt: skip
+        table, count, factor = work.table, len(plan.elements), desk.one if times is None else times
+        tables = (weights, grads, table.chunk_of, table.first, table.lengths)
+        for begin, launch in work.adds:
+            launch(*tables, sums, scales, factor, begin, count, foreign=times is not None)
 
-    def slice_squares(self, plan: Plan, pairs: list[Pair]) -> Tensor:
+    def slice_squares(self, plan: Plan, pairs: Pairs) -> Tensor:
         assert plan.slices is not None
-        _desk(plan).found["slices"] = found = self._slice_tables(plan, pairs)
-        table, (weights, _, _) = found
+        desk = _desk(plan)
+        desk.found["slices"] = found = _prepared(desk, "slices", plan, pairs, slice_work)
+        work, (weights, _, _) = found
+        table = work.table
         partial = torch.empty(table.partials, dtype=plan.dtype, device=plan.device)
         squares = torch.zeros(plan.slices.slices, dtype=plan.dtype, device=plan.device)
-        for launch in table.launches:
-            triton_slices.tile_squares[(launch.end - launch.begin,)](
-                weights, table.tile_of, table.matrices, partial, launch.begin,
-                DTYPE=TYPES[launch.dtype], WIDE=_wide(launch.dtype), ALIGNED=launch.aligned,
-                TALL=table.tall, HEIGHT=HEIGHT, WIDTH=WIDTH, **LARGE,
-            )  # fmt: skip
-        if len(table.block_of):
-            triton_slices.face_squares[(len(table.block_of),)](
-                partial, table.block_of, table.faces, squares,
-                WIDE=TYPES[plan.dtype], BLOCK=FACE_BLOCK, DEEP=FACE_DEEP, **SMALL,
-            )  # fmt: skip
+        for begin, launch in work.squares:
+            launch(weights, table.tile_of, table.matrices, partial, begin)
+        if work.faces is not None:
+            work.faces(partial, table.block_of, table.faces, squares)
         return squares
 
-    def add_slices_(self, plan: Plan, pairs: list[Pair], squares: Tensor, times: Tensor | None) -> None:
-        table, (weights, grads, scales) = _desk(plan).found.pop("slices")
-        c = self._coefficients(plan, table, scales, squares, times)
-        for launch in reversed(table.launches):
-            if launch.grad is not None:
-                triton_slices.tile_add[(launch.end - launch.begin,)](
-                    weights, grads, table.tile_of, table.matrices, c, launch.begin,
-                    DTYPE=TYPES[launch.dtype], GRAD=TYPES[launch.grad], WIDE=_wide(launch.dtype),
-                    ALIGNED=launch.aligned, TALL=table.tall, HEIGHT=HEIGHT, WIDTH=WIDTH, **LARGE,
-                )  # fmt: skip
+    def add_slices_(self, plan: Plan, pairs: Pairs, squares: Tensor, times: Tensor | None) -> None:
+        work, (weights, grads, scales) = _desk(plan).found.pop("slices")
+        c = self._coefficients(plan, work, scales, squares, times)
+        for begin, launch in work.adds:
+            launch(weights, grads, work.table.tile_of, work.table.matrices, c, begin)
 
     def _coefficients(
-        self, plan: Plan, table: TileTable, scales: Tensor, squares: Tensor, times: Tensor | None
+        self, plan: Plan, work: SliceWork, scales: Tensor, squares: Tensor, times: Tensor | None
     ) -> Tensor:
         assert plan.slices is not None
-        penalty = one_penalty(plan.slices.terms)
-        alike = all(t.scale.dtype == plan.dtype for t in plan.slices.terms)
-        known = kind_of(penalty) if penalty is not None and alike else None
-        if known is None:
+        if work.coefficients is None:
             return plan.slices.coefficients(squares, times)
         c = torch.empty(plan.slices.groups, dtype=plan.dtype, device=plan.device)
-        triton_slices.group_coefficients[(len(plan.slices.terms),)](
-            plan.slices.gather(squares), table.starts, scales, _desk(plan).one if times is None else times, c,
-            SCALE=TYPES[plan.dtype], WIDE=TYPES[plan.dtype], BLOCK=1024,
-            KIND=known[0], P0=known[1], P1=known[2], **SMALL,
-        )  # fmt: skip
+        factor = _desk(plan).one if times is None else times
+        gathered = plan.slices.gather(squares)
+        work.coefficients(gathered, work.table.starts, scales, factor, c, foreign=times is not None)
         return plan.slices.scatter(c)
 
-    # Tables
 
-    def _element_tables(self, plan: Plan, pairs: list[Pair]) -> tuple[ChunkTable, list[Tensor]]:
-        desk = _desk(plan)
-        at = [e.at for e in plan.elements]
-        sections = _addresses(pairs, at, tuple(e.term.scale.data_ptr() for e in plan.elements))
-        aligned = _aligned(sections)
-        if aligned not in desk.chunks:
-            by_place = dict(zip(at, aligned, strict=True))
-            desk.chunks[aligned] = chunk_table(plan, pairs, [by_place.get(i, False) for i in range(len(pairs))])
-        return desk.chunks[aligned], desk.book.table(sections)
+def _current(device: torch.device) -> AbstractContextManager[Any]:
+    """Kernels are launched on the current device."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
 
-    def _slice_tables(self, plan: Plan, pairs: list[Pair]) -> tuple[TileTable, list[Tensor]]:
-        assert plan.slices is not None
-        desk = _desk(plan)
-        at = [p.at for p in plan.pieces]
-        sections = _addresses(pairs, at, tuple(t.scale.data_ptr() for t in plan.slices.terms))
-        aligned = _aligned(sections)
-        if aligned not in desk.tiles:
-            by_place = dict(zip(at, aligned, strict=True))
-            flags = [by_place.get(i, False) for i in range(len(pairs))]
-            desk.tiles[aligned] = tile_table(plan, pairs, flags, WIDTH, FACE_BLOCK)
-        return desk.tiles[aligned], desk.book.table(sections)
+
+# What is launched, made once for tensors that are of these types and aligned like this
+
+
+def element_work(plan: Plan, pairs: Pairs, aligned: list[bool]) -> ElementWork:
+    table = chunk_table(plan, pairs, aligned)
+    sums, adds = [], []
+    for at in table.launches:
+        programs = at.end - at.begin
+        shape = {"ALIGNED": at.aligned, "CHUNK": table.chunk, "BLOCK": BLOCK}
+        types = {"DTYPE": TYPES[at.dtype], "WIDE": _wide(at.dtype)}
+        sums.append((at.begin, Launcher(triton_elements.element_sums, programs, types | shape, LARGE)))
+        kind, p0, p1 = kind_of(at.penalty) or (0, 0.0, 0.0)
+        types |= {"GRAD": TYPES[at.grad], "SCALE": TYPES[at.scale], "KIND": kind, "P0": p0, "P1": p1}
+        adds.append((at.begin, Launcher(triton_elements.element_add, programs, types | shape, LARGE)))
+    constants = {"WIDE": TYPES[plan.dtype], "BLOCK": 1024}
+    totals = Launcher(triton_elements.tensor_sums, len(plan.elements), constants, SMALL)
+    return ElementWork(table, sums, totals, adds[::-1])
+
+
+def slice_work(plan: Plan, pairs: Pairs, aligned: list[bool]) -> SliceWork:
+    table = tile_table(plan, pairs, aligned, WIDTH, FACE_BLOCK)
+    squares, adds, faces = [], [], None
+    for at in table.launches:
+        programs = at.end - at.begin
+        shape = {"ALIGNED": at.aligned, "TALL": table.tall, "HEIGHT": HEIGHT, "WIDTH": WIDTH}
+        types = {"DTYPE": TYPES[at.dtype], "WIDE": _wide(at.dtype)}
+        squares.append((at.begin, Launcher(triton_slices.tile_squares, programs, types | shape, LARGE)))
+        if at.grad is not None:
+            types["GRAD"] = TYPES[at.grad]
+            adds.append((at.begin, Launcher(triton_slices.tile_add, programs, types | shape, LARGE)))
+    if len(table.block_of):
+        constants = {"WIDE": TYPES[plan.dtype], "BLOCK": FACE_BLOCK, "DEEP": FACE_DEEP}
+        faces = Launcher(triton_slices.face_squares, len(table.block_of), constants, SMALL)
+    return SliceWork(table, squares, faces, _coefficient_launcher(plan), adds[::-1])
+
+
+def _coefficient_launcher(plan: Plan) -> Launcher | None:
+    assert plan.slices is not None
+    penalty = one_penalty(plan.slices.terms)
+    alike = all(t.scale.dtype == plan.dtype for t in plan.slices.terms)
+    known = kind_of(penalty) if penalty is not None and alike else None
+    if known is None:
+        return None
+    constants = {"SCALE": TYPES[plan.dtype], "WIDE": TYPES[plan.dtype], "BLOCK": 1024}
+    constants |= dict(zip(("KIND", "P0", "P1"), known, strict=True))
+    return Launcher(triton_slices.group_coefficients, len(plan.slices.terms), constants, SMALL)
 
 
 def _desk(plan: Plan) -> Desk:
     if plan.tables is None:
-        plan.tables = Desk(AddressBook(plan.device), torch.ones((), dtype=plan.dtype, device=plan.device))
+        at = {"elements": [e.at for e in plan.elements], "slices": [p.at for p in plan.pieces]}
+        terms = {"elements": [e.term for e in plan.elements], "slices": plan.slices.terms if plan.slices else []}
+        scales = {kind: [t.scale for t in found] for kind, found in terms.items()}
+        one = torch.ones((), dtype=plan.dtype, device=plan.device)
+        plan.tables = Desk(AddressBook(plan.device), one, at, scales)
     desk: Desk = plan.tables
     return desk
 
 
-def _addresses(pairs: list[Pair], at: list[int], scales: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    weights = tuple(pairs[i][0].data_ptr() for i in at)
-    grads = tuple(0 if (grad := pairs[i][1]) is None else grad.data_ptr() for i in at)
-    return weights, grads, scales
-
-
-def _aligned(sections: tuple[tuple[int, ...], ...]) -> tuple[bool, ...]:
-    return tuple((w | g) % 16 == 0 for w, g in zip(sections[0], sections[1], strict=True))
+def _prepared(desk: Desk, kind: str, plan: Plan, pairs: Pairs, make: Make) -> tuple[Any, list[Tensor]]:
+    """The work of this kind, for where the tensors are now, and the tables that say where."""
+    at = desk.at[kind]
+    sections = (*pairs.pick(at).addresses(), tuple(map(Tensor.data_ptr, desk.scales[kind])))
+    last, work = desk.last.get(kind, (None, None))
+    if sections != last:
+        aligned = tuple((w | g) % 16 == 0 for w, g in zip(sections[0], sections[1], strict=True))
+        if (kind, aligned) not in desk.work:
+            by_place = dict(zip(at, aligned, strict=True))
+            desk.work[kind, aligned] = make(plan, pairs, [by_place.get(i, False) for i in range(len(pairs))])
+        work = desk.work[kind, aligned]
+        desk.last[kind] = sections, work
+    return work, desk.book.table(sections)
 
 
 def _wide(dtype: torch.dtype) -> tl.dtype:

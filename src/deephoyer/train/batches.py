@@ -7,6 +7,7 @@ replayed on its own after a kill, and a captured step has no random numbers in i
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deephoyer.data import Dataset
+from deephoyer.train.places import looked_up
 
 
 def seed_of(*parts: object) -> int:
@@ -32,9 +34,21 @@ class Epoch:
     def __len__(self) -> int:
         return len(self.index)
 
+    def parts(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        return self.index, self.shift, self.flip
+
     def step(self, i: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
         pick = [None if t is None else t[i] for t in (self.shift, self.flip)]
         return self.index[i], pick[0], pick[1]
+
+    def to(self, device: torch.device) -> Epoch:
+        """The same on a device; a copy to CUDA is only begun, behind what the device has to do already."""
+        return self.each(lambda tensor: _sent(tensor, device))
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Epoch:
+        """The same with every tensor changed."""
+        shift, flip = (None if t is None else change(t) for t in (self.shift, self.flip))
+        return Epoch(change(self.index), shift, flip)
 
 
 def draw(pool: Tensor, batch_size: int, shift: int, flip: bool, seed: int) -> Epoch:
@@ -45,14 +59,26 @@ def draw(pool: Tensor, batch_size: int, shift: int, flip: bool, seed: int) -> Ep
     order = pool.cpu()[torch.randperm(len(pool), generator=generator)[: steps * batch]].view(steps, batch)
     shifts = torch.randint(-shift, shift + 1, (steps, batch, 2), generator=generator) if shift else None
     flips = torch.randint(0, 2, (steps, batch), generator=generator).bool() if flip else None
-    parts = (None if t is None else t.to(pool.device) for t in (order, shifts, flips))
-    return Epoch(*parts)  # type: ignore[arg-type]
+    return Epoch(order, shifts, flips).to(pool.device)
+
+
+def _sent(tensor: Tensor, device: torch.device) -> Tensor:
+    pinned = tensor.pin_memory() if device.type == "cuda" and tensor.device.type == "cpu" else tensor
+    return pinned.to(device, non_blocking=True)
+
+
+def side_by_side(epochs: Sequence[Epoch]) -> Epoch:
+    """The epochs of several networks as one: a step's tensors get a first dimension for the network."""
+    parts = ([getattr(e, part) for e in epochs] for part in ("index", "shift", "flip"))
+    return Epoch(*(None if p[0] is None else torch.stack(p, 1) for p in parts))  # type: ignore[arg-type]
 
 
 def images(
     data: Dataset, index: Tensor, shift: Tensor | None, flip: Tensor | None, reach: int
 ) -> tuple[Tensor, Tensor]:
     """Training images and labels; `reach` is the largest shift, for the padding."""
+    if data.train_x.is_cuda:
+        return looked_up(data, index, shift, flip, reach), data.train_y.index_select(0, index)
     x = data.train_x.index_select(0, index)
     if shift is not None:
         x = moved(x, shift, reach)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from deephoyer.data import Dataset
 from deephoyer.train.batches import moved
+from deephoyer.train.places import place
 
 MOST_PASSES = 30
 """A table costs a pass over the training images for every position; beyond so many it does not pay."""
@@ -41,7 +42,7 @@ class Teachers:
         places = list(itertools.product((False, True) if flips else (False,), steps, steps))
         self.table: Tensor | None = None
         if len(places) <= most_passes:
-            self.table = torch.stack([self._everywhere(data, *place) for place in places])
+            self.table = torch.stack([self._everywhere(data, *spot) for spot in places])
 
     def _everywhere(self, data: Dataset, flip: bool, rows: int, columns: int) -> Tensor:
         """What the teachers say of all training images in one position."""
@@ -58,23 +59,17 @@ class Teachers:
             answers = [teacher(x) for teacher in self.teachers]
         return torch.stack([F.softmax(answer.float() / self.temperature, 1) for answer in answers]).mean(0)
 
-    def _look_up(self, table: Tensor, index: Tensor, shift: Tensor | None, flip: Tensor | None) -> Tensor:
-        place = torch.zeros_like(index)
-        width = 2 * self.reach + 1
-        if shift is not None:
-            place = (shift[:, 0] + self.reach) * width + shift[:, 1] + self.reach
-        if flip is not None:
-            place = place + flip * width**2
-        return table[place, index]
-
-    def loss(
+    def losses(
         self, logits: Tensor, labels: Tensor, x: Tensor, index: Tensor, shift: Tensor | None, flip: Tensor | None
     ) -> Tensor:
-        """(1 − weight) × cross-entropy with the labels + weight × T² × divergence from the teachers.
+        """For each image (1 − weight) × cross-entropy with the label + weight × T² × divergence from the teachers.
 
         `x` are the images as the network saw them: those of `index`, shifted and flipped.
         """
-        asked = self._ask(x, self.half) if self.table is None else self._look_up(self.table, index, shift, flip)
+        if self.table is None:
+            asked = self._ask(x, self.half)
+        else:
+            asked = self.table[place(index, shift, flip, self.reach), index]
         softened = F.log_softmax(logits / self.temperature, 1)
-        far = F.kl_div(softened, asked, reduction="batchmean") * self.temperature**2
-        return (1 - self.weight) * F.cross_entropy(logits, labels) + self.weight * far
+        far = F.kl_div(softened, asked, reduction="none").sum(1) * self.temperature**2
+        return (1 - self.weight) * F.cross_entropy(logits, labels, reduction="none") + self.weight * far

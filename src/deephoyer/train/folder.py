@@ -64,12 +64,13 @@ class RunFolder:
         path = self.path / "recipe.yaml"
         return recipes.parse(path.read_text(encoding="utf-8"), str(path)) if path.exists() else None
 
-    def check(self, wanted: Recipe, stage: str, epoch: int) -> None:
+    def check(self, wanted: Recipe, stage: str, epoch: int, round: int = 0) -> None:
         """Refuses a recipe that differs from the folder's in anything that has already been used."""
         have = self.recipe()
         if have is None:
             return
         later = STAGES[STAGES.index(stage) + (epoch > 0) :] if stage in STAGES else ()
+        later = later[-1:] if round else later  # every stage but finetuning has been used
         mine, theirs = (r.model_dump(mode="json") for r in (wanted, have))
         for key in mine:
             if mine[key] != theirs[key] and key not in later and key != "device":  # a run may move

@@ -24,6 +24,11 @@ def rate_at(stage: Training, step: int, steps_an_epoch: int) -> float:
     return stage.lr
 
 
+def rates_in(stage: Training, epoch: int, steps: int) -> list[float]:
+    """The learning rate of each step of an epoch."""
+    return [rate_at(stage, epoch * steps + i, steps) for i in range(steps)]
+
+
 def make_optimizer(
     stage: Training, parameters: Iterable[nn.Parameter], captured: bool = False
 ) -> torch.optim.Optimizer:

@@ -14,7 +14,6 @@ from deephoyer.errors import UserError
 from deephoyer.export import save
 from deephoyer.structure import compact
 from deephoyer.summary import Summary, summary
-from deephoyer.train import environment
 from deephoyer.train.run import Run
 
 FORMAT = "deephoyer-result-1"
@@ -31,7 +30,7 @@ def finish(run: Run) -> dict[str, Any]:
     record: dict[str, Any] = {
         "format": FORMAT,
         "recipe": run.recipe.model_dump(mode="json"),
-        "environment": environment.describe(run.device),
+        "environment": run.folder.read_json("environment.json"),
         "protocol": run.recipe.select,
         "selected": run.state.selected,
         "accuracy": run.state.accuracy,

@@ -9,11 +9,11 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deephoyer import data as datasets
@@ -28,15 +28,22 @@ from deephoyer.regularizer import Regularizer
 from deephoyer.rules import Rule
 from deephoyer.structure import Coupled
 from deephoyer.train import batches, checkpoint, environment
+from deephoyer.train.batches import Epoch
 from deephoyer.train.distill import Teachers
 from deephoyer.train.folder import RunFolder
+from deephoyer.train.objective import Objective, logits
 from deephoyer.train.progress import Silent
-from deephoyer.train.rates import make_optimizer, rate_at, set_rate
+from deephoyer.train.rates import make_optimizer, rate_at, rates_in
 from deephoyer.train.schema import STAGES, Prune, Recipe, Regularize, Target, Training, named
-from deephoyer.train.step import CapturedStep, Forward, PlainStep
+from deephoyer.train.step import CapturedStep, PlainStep
 
+TITLES = {"pretrain": "dense", "regularize": "regularized", "prune": "pruned", "finetune": "finetuned"}
+"""What the network is called after each stage."""
 SAVE_SECONDS = 5.0
 """A checkpoint is written at the end of an epoch when the last one is older than this."""
+
+WATCHED_AT_ONCE = {"cpu": 1000, "cuda": 5000}
+"""Images in a batch when the accuracy is watched between epochs."""
 
 
 @dataclass
@@ -45,6 +52,7 @@ class State:
 
     stage: str = STAGES[0]
     epoch: int = 0
+    round: int = 0
     best: float = -1.0
     best_epoch: int = 0
     accuracy: dict[str, float] = field(default_factory=dict)
@@ -73,14 +81,15 @@ class Run:
         self.state = State()
         self.masks: Masks | None = None
         self._best: dict[str, Tensor] = {}
+        self._ahead: tuple[int, Epoch] | None = None
         self._saved = time.monotonic()
 
     def execute(self) -> Run:
         """Runs what is left to run; afterwards `model`, `masks` and `state` are the final ones."""
         self.folder.open()
         try:
-            with self.progress:
-                resumed = self._prepare()
+            with self.progress, environment.tuned(self.recipe.precision):
+                resumed = self.prepare()
                 while self.state.stage in STAGES:
                     self._stage(self.state.stage, resumed)
                     resumed = {}
@@ -93,14 +102,14 @@ class Run:
 
     # Starting and resuming
 
-    def _prepare(self) -> dict[str, Tensor]:
+    def prepare(self) -> dict[str, Tensor]:
         """Builds everything, and takes up the newest checkpoint: returns its tensors."""
         found = checkpoint.newest(self.folder.checkpoints)
         if found:
             self.state = State.read(found[1])
             for trouble in found[2]:
                 self.progress.note(f"{trouble} The one before it is used.")
-        self.folder.check(self.recipe, self.state.stage, self.state.epoch)
+        self.folder.check(self.recipe, self.state.stage, self.state.epoch, self.state.round)
         self.device = environment.pick_device(self.recipe.device)
         self._build()
         if not self.finished():
@@ -122,7 +131,7 @@ class Run:
             everything = torch.randperm(count, generator=torch.Generator().manual_seed(0))
         held = round(self.recipe.held_out * count) if self.recipe.select == "held-out" else 0
         self.held_out = everything[:held].to(self.device)
-        self.pool = everything[held:].sort().values.to(self.device)
+        self.pool = everything[held:].sort().values  # on the CPU, where epochs are drawn
         if len(self.pool) < 1:
             raise UserError(f"held_out: {self.recipe.held_out} of {count} images leaves none to train on.")
 
@@ -142,51 +151,54 @@ class Run:
     # Stages
 
     def _stage(self, stage: str, resumed: dict[str, Tensor]) -> None:
-        began = time.monotonic()
-        spent = self.state.seconds.get(stage, 0.0)
+        began = time.monotonic() - self.state.seconds.get(stage, 0.0)
         if stage == "prune":
-            self._prune(self.recipe.prune)
-            title = "pruned"
+            self.prune()
+        elif stage == "pretrain" and self.recipe.pretrain.checkpoint:
+            self.take_checkpoint()
         else:
-            settings = getattr(self.recipe, stage)
-            if stage == "pretrain" and settings.checkpoint:
-                checkpoint.fill(self.model, Path(settings.checkpoint), "pretrain.checkpoint")
-            else:
-                self._train(stage, settings, resumed, began - spent)
-            title = {"pretrain": "dense", "regularize": "regularized", "finetune": "finetuned"}[stage]
-            if stage != "finetune":
-                checkpoint.write_weights(self.folder / f"{title}.safetensors", self.model)
-        self.state.accuracy[title] = self.accuracy(self.data.test_x, self.data.test_y)
-        self.state.seconds[stage] = time.monotonic() - began + spent
-        self._advance()
+            self._train(stage, getattr(self.recipe, stage), resumed, began)
+        self.close_stage(began)
 
-    def _prune(self, settings: Prune) -> None:
+    def prune(self) -> None:
+        settings = self.recipe.prune
         groups = self._groups(settings.groups)
         rule = settings.make() if settings.target is None else self._aimed(settings, settings.target, groups)
         self.masks = prune(self.model, rule, groups, settings.select)
 
     def _aimed(self, settings: Prune, target: Target, groups: list[str | Grouping]) -> Rule:
         """The rule with the value that meets the target; images that this run may select by decide on accuracy."""
-        x, y = self.data.test_x, self.data.test_y
-        if self.recipe.select == "held-out":
-            x, y = self.data.train_x[self.held_out], self.data.train_y[self.held_out]
         example = self.data.floats(self.data.test_x[:1])
         if target.macs is not None:
             goal = targets.macs(self.model, example, target.macs)
         elif target.density is not None:
             goal = targets.density(self.model, target.density)
         else:
-            least = self.accuracy(x, y) - target.drop if target.drop is not None else target.accuracy
+            least = self.accuracy(*self.watched) - target.drop if target.drop is not None else target.accuracy
             assert least is not None
-            goal = targets.accuracy(lambda: self.accuracy(x, y), least)
+            goal = targets.accuracy(lambda: self.accuracy(*self.watched), least)
         found = targets.value_for(goal, self.model, settings.threshold(), groups, settings.select)
         self.state.prune_value = found.value
         self.progress.note(f"prune: {settings.rule} {found.value:.4g}, where {goal.name} is {found.number:.4g}")
         return settings.threshold()(found.value)
 
-    def _advance(self) -> None:
-        following = STAGES.index(self.state.stage) + 1
-        self.state.stage = STAGES[following] if following < len(STAGES) else "done"
+    def take_checkpoint(self) -> None:
+        checkpoint.fill(self.model, Path(self.recipe.pretrain.checkpoint or ""), "pretrain.checkpoint")
+
+    def close_stage(self, began: float) -> None:
+        """Notes what the stage came to and steps to the next; `began` is when it would have if never cut off."""
+        stage = self.state.stage
+        title = TITLES[stage]
+        if stage in ("pretrain", "regularize"):
+            checkpoint.write_weights(self.folder / f"{title}.safetensors", self.model)
+        self.state.accuracy[title] = self.accuracy(self.data.test_x, self.data.test_y)
+        self.state.seconds[stage] = time.monotonic() - began
+        if stage == "prune" and self.state.round + 1 < self.recipe.rounds:
+            self.state.round += 1
+            self.state.stage = "regularize"
+        else:
+            following = STAGES.index(stage) + 1
+            self.state.stage = STAGES[following] if following < len(STAGES) else "done"
         self.state.epoch, self.state.best, self.state.best_epoch = 0, -1.0, 0
         self.state.regularizer, self.state.optimizer = None, {}
         self._best = {}
@@ -194,15 +206,16 @@ class Run:
 
     def _train(self, stage: str, settings: Training, resumed: dict[str, Tensor], began: float) -> None:
         steps = max(1, len(self.pool) // min(self.recipe.batch_size, len(self.pool)))
-        captured = self._captures()
-        regularizer = self._regularizer(settings, steps) if isinstance(settings, Regularize) else None
+        captured = self.captures()
+        regularizer = self.make_regularizer(settings, steps) if isinstance(settings, Regularize) else None
         optimizer = make_optimizer(settings, self.model.parameters(), captured)
         if resumed or self.state.optimizer:
             checkpoint.refill(optimizer, resumed, self.state.optimizer)
         if self.masks is not None:
             self.masks.hold(optimizer, self.model)
-        teachers = self._teachers() if self.recipe.distill and stage != "pretrain" else None
-        step = (CapturedStep if captured else PlainStep)(self._loss_with(teachers), optimizer, regularizer, self.device)
+        teachers = self.make_teachers() if self.recipe.distill and stage != "pretrain" else None
+        objective = Objective(self.model, self.data, self.recipe, teachers)
+        step = (CapturedStep if captured else PlainStep)(objective, optimizer, regularizer, self.device)
         self.progress.stage(stage, settings.epochs, self.state.epoch)
         for epoch in range(self.state.epoch, settings.epochs):
             line = self._epoch(stage, settings, epoch, step)
@@ -210,73 +223,90 @@ class Run:
             self.folder.add_metrics(line)
             self.progress.epoch(line)
             if time.monotonic() - self._saved > SAVE_SECONDS and epoch + 1 < settings.epochs:
-                self._save_within(optimizer, regularizer)
-        if self._best and stage != "regularize":
-            self.model.load_state_dict(self._best)
-            self.state.selected[stage] = self.state.best_epoch
+                self.save_within(*checkpoint.flatten(optimizer.state_dict()), regularizer)
+        self.take_best()
 
     def _epoch(self, stage: str, settings: Training, epoch: int, step: PlainStep) -> dict[str, Any]:
         began = time.monotonic()
-        recipe = self.recipe
-        seed = batches.seed_of(recipe.seed, stage, epoch)
-        torch.manual_seed(seed)  # for dropout
-        drawn = batches.draw(self.pool, recipe.batch_size, recipe.shift, recipe.flip, seed)
+        torch.manual_seed(self._seed(epoch))  # for dropout
+        drawn = self.draw(epoch)
         self.model.train()
         step.restart()
-        now = None
-        for i in range(len(drawn)):
-            rate = rate_at(settings, epoch * len(drawn) + i, len(drawn))
-            if rate != now:
-                set_rate(step.optimizer, rate)
-                now = rate
-            step(drawn.step(i))
-        loss = step.loss.item() / len(drawn)
+        step.epoch(drawn, rates_in(settings, epoch, len(drawn)))
+        numbers = {"loss": step.loss, "right": self._right()}
+        if isinstance(step.regularizer, Regularizer):
+            numbers |= _numbers_of(step.regularizer)
+        if epoch + 1 < settings.epochs and self.device.type == "cuda":
+            self.draw(epoch + 1)  # while the device is busy with this one
+        found = _read(numbers)
+        self.state.epoch = epoch + 1
+        right = found.pop("right") / len(self.watched[0])
+        line = self.describe_epoch(settings, found.pop("loss") / len(drawn), right)
+        return line | found | {"seconds": round(time.monotonic() - began, 3)}
+
+    def _seed(self, epoch: int) -> int:
+        again = (self.state.round,) if self.state.round else ()
+        return batches.seed_of(self.recipe.seed, self.state.stage, epoch, *again)
+
+    def draw(self, epoch: int) -> Epoch:
+        """The batches of an epoch of this stage: those drawn ahead, or new ones."""
+        seed, recipe = self._seed(epoch), self.recipe
+        if self._ahead is None or self._ahead[0] != seed:
+            made = batches.draw(self.pool, recipe.batch_size, recipe.shift, recipe.flip, seed)
+            self._ahead = seed, made.to(self.device)
+        return self._ahead[1]
+
+    @cached_property
+    def watched(self) -> tuple[Tensor, Tensor]:
+        """The images, and their labels, whose accuracy this run may select by."""
+        if self.recipe.select == "held-out":
+            return self.data.train_x[self.held_out], self.data.train_y[self.held_out]
+        return self.data.test_x, self.data.test_y
+
+    def describe_epoch(self, settings: Training, loss: float, accuracy: float) -> dict[str, Any]:
+        """An epoch's line of metrics; keeps the weights of the best epoch."""
+        state = self.state
         if not math.isfinite(loss):
             raise UserError(
-                f"{stage}: the loss is {loss} in epoch {epoch + 1}; the last good checkpoint is in "
+                f"{state.stage}: the loss is {loss} in epoch {state.epoch}; the last good checkpoint is in "
                 f"{self.folder.checkpoints}. A lower lr or strength may help."
             )
-        self.state.epoch = epoch + 1
-        line = {
-            "stage": stage,
-            "epoch": epoch + 1,
+        if accuracy > state.best and state.stage != "regularize":
+            state.best, state.best_epoch = accuracy, state.epoch
+            self._keep_best()
+        return {
+            "stage": state.stage,
+            **({"round": state.round + 1} if state.round else {}),
+            "epoch": state.epoch,
             "loss": loss,
-            "lr": rate_at(settings, epoch * len(drawn), len(drawn)),
+            "lr": rate_at(settings, state.epoch - 1, 1),
+            "held_out" if self.recipe.select == "held-out" else "test": accuracy,
         }
-        line |= self._watch(stage)
-        if step.regularizer is not None:
-            line["penalty"] = step.regularizer.loss().item()
-            line["effective_density"] = step.regularizer.effective_density().item()
-        return line | {"seconds": round(time.monotonic() - began, 3)}
 
-    def _watch(self, stage: str) -> dict[str, float]:
-        """The accuracy that this run may select by, after an epoch; keeps the weights of the best one."""
-        if self.recipe.select == "held-out":
-            key, now = "held_out", self.accuracy(self.data.train_x[self.held_out], self.data.train_y[self.held_out])
-        else:
-            key, now = "test", self.accuracy(self.data.test_x, self.data.test_y)
-        if now > self.state.best and stage != "regularize":
-            self.state.best, self.state.best_epoch = now, self.state.epoch
-            self._best = {n: t.clone() for n, t in self.model.state_dict().items()}
-        return {key: now}
+    def _keep_best(self) -> None:
+        for name, tensor in self.model.state_dict().items():
+            if name in self._best:
+                self._best[name].copy_(tensor)
+            else:
+                self._best[name] = tensor.clone()
+
+    def take_best(self) -> None:
+        """The weights of the best epoch, at a stage's end."""
+        if self._best and self.state.stage != "regularize":
+            self.model.load_state_dict(self._best)
+            self.state.selected[self.state.stage] = self.state.best_epoch
+
+    @torch.inference_mode()
+    def _right(self) -> Tensor:
+        """How many of the watched images the model gets right, computed as in training; does not wait."""
+        self.model.eval()
+        parts = zip(*(t.split(WATCHED_AT_ONCE[self.device.type]) for t in self.watched), strict=True)
+        found = [logits(self.model, self.data.floats(x), self.recipe).argmax(1) == y for x, y in parts]
+        return torch.stack([part.sum() for part in found]).sum()
 
     # Parts of a step
 
-    def _loss_with(self, teachers: Teachers | None) -> Forward:
-        half = self.recipe.precision == "bfloat16"
-
-        def loss(index: Tensor, shift: Tensor | None, flip: Tensor | None) -> Tensor:
-            x, y = batches.images(self.data, index, shift, flip, self.recipe.shift)
-            if self.recipe.channels_last:
-                x = x.contiguous(memory_format=torch.channels_last)
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=half):
-                logits = self.model(x)
-            logits = logits.float()
-            return teachers.loss(logits, y, x, index, shift, flip) if teachers else F.cross_entropy(logits, y)
-
-        return loss
-
-    def _teachers(self) -> Teachers:
+    def make_teachers(self) -> Teachers:
         settings = self.recipe.distill
         assert settings is not None
         made = []
@@ -292,10 +322,10 @@ class Run:
         self.progress.note(f"{'the teacher is' if len(made) == 1 else f'{len(made)} teachers are'} asked for {when}")
         return teachers
 
-    def _captures(self) -> bool:
+    def captures(self) -> bool:
         return self.device.type == "cuda" and self.recipe.capture == "auto"
 
-    def _regularizer(self, settings: Regularize, steps_an_epoch: int) -> Regularizer:
+    def make_regularizer(self, settings: Regularize, steps_an_epoch: int) -> Regularizer:
         made = Regularizer(
             self.model,
             PENALTIES.make(**named(settings.penalty)),
@@ -331,10 +361,13 @@ class Run:
 
     # Saving
 
-    def _save_within(self, optimizer: torch.optim.Optimizer, regularizer: Regularizer | None) -> None:
-        tensors, self.state.optimizer = checkpoint.flatten(optimizer.state_dict())
+    def save_within(
+        self, optimizer: Mapping[str, Tensor], rest: Mapping[str, Any], regularizer: Regularizer | None
+    ) -> None:
+        """Saves in the middle of a stage; `optimizer` and `rest` are its state, flattened."""
+        self.state.optimizer = dict(rest)
         self.state.regularizer = regularizer.state_dict() if regularizer else None
-        self._save(tensors)
+        self._save(optimizer)
 
     def _save(self, optimizer: Mapping[str, Tensor]) -> None:
         parts: dict[str, Mapping[str, Tensor]] = {
@@ -347,6 +380,16 @@ class Run:
         self.state.metrics_size = self.folder.metrics_size()
         checkpoint.save(self.folder.checkpoints, tensors, asdict(self.state))
         self._saved = time.monotonic()
+
+
+@torch.no_grad()
+def _numbers_of(regularizer: Regularizer) -> dict[str, Tensor]:
+    return {"penalty": regularizer.loss(), "effective_density": regularizer.effective_density()}
+
+
+def _read(numbers: dict[str, Tensor]) -> dict[str, float]:
+    """Numbers from the device, all at once: the one time that an epoch waits for it."""
+    return dict(zip(numbers, torch.stack([n.double() for n in numbers.values()]).tolist(), strict=True))
 
 
 def _renamed(settings: dict[str, Any]) -> dict[str, Any]:

@@ -186,7 +186,7 @@ class Distill(_Part):
 
 
 class Recipe(_Part):
-    """The whole job: a model, its data, four stages."""
+    """The whole job: a model, its data, four stages; `rounds` repeats regularize and prune before finetuning."""
 
     model: str | dict[str, Any]
     data: str | dict[str, Any]
@@ -198,9 +198,11 @@ class Recipe(_Part):
     shift: int = Field(default=0, ge=0, le=16)
     flip: bool = False
     capture: Literal["auto", "off"] = "auto"
-    precision: Literal["float32", "bfloat16"] = "float32"
+    precision: Literal["float32", "tf32", "bfloat16"] = "float32"
     channels_last: bool = False
+    compile: Literal["off", "blocks"] = "off"
     distill: Distill | None = None
+    rounds: int = Field(default=1, ge=1)
     pretrain: Pretrain
     regularize: Regularize
     prune: Prune
@@ -211,6 +213,12 @@ class Recipe(_Part):
     def _known_model(cls, choice: str | dict[str, Any]) -> str | dict[str, Any]:
         models.MODELS[named(choice)["choice"]]
         return choice
+
+    @field_validator("capture", "compile", mode="before")
+    @classmethod
+    def _off_is_a_word(cls, choice: Any) -> Any:
+        """YAML reads a bare `off` as false."""
+        return "off" if choice is False else choice
 
     @field_validator("data")
     @classmethod

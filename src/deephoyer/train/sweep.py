@@ -1,7 +1,7 @@
 """Many runs of one recipe at once: a grid of overrides, a process a run, a table at the end.
 
 Each member is an ordinary `deephoyer run` in a folder of its own, so it can be resumed, shown and verified like
-any other, and one that fails leaves the others alone. Several processes share one GPU.
+any other, and one that fails leaves the others alone. Several processes share one GPU (`sharing.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -23,7 +24,9 @@ from rich.live import Live
 from rich.table import Table
 
 from deephoyer.errors import UserError
+from deephoyer.files import write_atomically
 from deephoyer.train import recipe as recipes
+from deephoyer.train import sharing
 from deephoyer.train.progress import describe
 
 
@@ -86,14 +89,36 @@ def members(recipe: str, overrides: Sequence[str], grid: Iterable[str], folder: 
     return made
 
 
-def run_all(recipe: str, overrides: Sequence[str], team: Sequence[Member], jobs: int, show: Live | None) -> None:
-    """Runs the members, `jobs` at a time. On Ctrl-C they are stopped too; the same sweep goes on later."""
+def run_all(
+    recipe: str,
+    overrides: Sequence[str],
+    team: Sequence[Member],
+    jobs: int,
+    show: Live | None,
+    *,
+    mps: bool = True,
+    say: Callable[[str], None] = print,
+    module: str = "deephoyer",
+) -> None:
+    """Runs the members, `jobs` at a time, through `python -m module`. On Ctrl-C they are stopped too; the same
+    sweep goes on later. Without `mps`, members on one GPU take turns."""
+    with ExitStack() as stack:
+        environment = dict(os.environ)
+        devices = [recipes.read(recipe, [*overrides, *m.overrides]).device for m in team]
+        if sharing.shares_a_gpu(devices, jobs):
+            environment |= sharing.quiet_threads() | (stack.enter_context(sharing.mps(say)) if mps else {})
+        _conduct([sys.executable, "-m", module, "run", recipe, *overrides], environment, team, jobs, show)
+
+
+def _conduct(
+    words: list[str], environment: dict[str, str], team: Sequence[Member], jobs: int, show: Live | None
+) -> None:
     waiting = list(team)
     try:
         while waiting or any(m.process is not None and m.status is None for m in team):
             running = [m for m in team if m.process is not None and m.status is None]
             while waiting and len(running) < jobs:
-                running.append(_start(recipe, overrides, waiting.pop(0)))
+                running.append(_start(words, environment, waiting.pop(0)))
             for member in running:
                 assert member.process is not None and member.log is not None
                 member.status = member.process.poll()
@@ -102,7 +127,7 @@ def run_all(recipe: str, overrides: Sequence[str], team: Sequence[Member], jobs:
             if show is not None:
                 show.update(progress_table(team))
             time.sleep(0.2)
-    except KeyboardInterrupt:
+    except BaseException:  # Ctrl-C most of all
         for member in team:
             if member.process is not None and member.process.poll() is None:
                 member.process.send_signal(signal.SIGINT)
@@ -110,22 +135,38 @@ def run_all(recipe: str, overrides: Sequence[str], team: Sequence[Member], jobs:
         raise
 
 
-def _start(recipe: str, overrides: Sequence[str], member: Member) -> Member:
+def run_stacked(recipe: str, overrides: Sequence[str], team: Sequence[Member], say: Callable[[str], None]) -> None:
+    """Runs the members in this process, those that can be stacked together as one batched network."""
+    from deephoyer.train.result import finish
+    from deephoyer.train.run import Run
+    from deephoyer.train.stack import Stack, alike
+
+    chosen = {id(m): recipes.read(recipe, [*overrides, *m.overrides]) for m in team}
+    groups: dict[str, list[Member]] = {}
+    for member in team:
+        groups.setdefault(alike(chosen[id(member)]), []).append(member)
+    for number, group in enumerate(groups.values(), 1):
+        say(f"stack {number} of {len(groups)}: {len(group)} runs")
+        stack = Stack([Run(chosen[id(m)], m.folder) for m in group], say).execute()
+        for member, run in zip(group, stack.runs, strict=True):
+            why = stack.failed.get(run)
+            member.status = 0 if why is None else 1
+            if why is None:
+                finish(run)
+            else:
+                write_atomically(member.folder / "log.txt", f"deephoyer: {why}\n".encode())
+
+
+def _start(words: list[str], environment: dict[str, str], member: Member) -> Member:
     member.folder.mkdir(parents=True, exist_ok=True)
     member.log = open(member.folder / "log.txt", "wb")  # noqa: SIM115 (closed when the process ends)
-    words = [
-        sys.executable,
-        "-m",
-        "deephoyer",
-        "run",
-        recipe,
-        *overrides,
-        *member.overrides,
-        "--out",
-        str(member.folder),
-    ]
-    # Ctrl-C reaches the members through us, once, and not through the terminal as well.
-    member.process = subprocess.Popen(words, stdout=member.log, stderr=subprocess.STDOUT, start_new_session=True)
+    member.process = subprocess.Popen(
+        [*words, *member.overrides, "--out", str(member.folder)],
+        env=environment,
+        stdout=member.log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,  # Ctrl-C reaches the members through us, once, and not through the terminal as well
+    )
     return member
 
 

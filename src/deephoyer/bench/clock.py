@@ -1,0 +1,75 @@
+"""Milliseconds of a call, and the bandwidth of a copy: on CUDA by events of the device, on a CPU by the clock."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import deephoyer as dh
+
+
+def milliseconds(call: Callable[[], Any], device: str, budget: float) -> float:
+    """The median over rounds of calls in a row, after warming up; as many as the budget (seconds) allows."""
+    call()
+    _wait(device)
+    begin = time.perf_counter()
+    call()
+    _wait(device)
+    once = max(time.perf_counter() - begin, 1e-6)
+    burst = int(min(max(0.01 / once, 1), 200))
+    rounds = int(min(max(budget / (once * burst), 3), 50))
+    for _ in range(min(burst, 3)):
+        call()
+    return statistics.median(_round(call, burst, device) for _ in range(rounds))
+
+
+def _round(call: Callable[[], Any], burst: int, device: str) -> float:
+    if device == "cpu":
+        begin = time.perf_counter()
+        for _ in range(burst):
+            call()
+        return (time.perf_counter() - begin) * 1e3 / burst
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(burst):
+        call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / burst
+
+
+def _wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def copy_bandwidth(device: str, budget: float) -> float:
+    """Bytes per second of a copy much larger than any cache, read plus written."""
+    size = 2**32 if device == "cuda" else 2**28
+    source = torch.empty(size, dtype=torch.uint8, device=device).random_()
+    target = torch.empty_like(source)
+    return 2 * size / (milliseconds(lambda: target.copy_(source), device, budget) * 1e-3)
+
+
+def replayed(call: Callable[[], None]) -> Callable[[], None]:
+    """The call captured in a CUDA graph: what the device does, without the host's part."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def machine(device: str) -> dict[str, Any]:
+    """Where the times are from."""
+    name = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
+    return {"device": name, "threads": torch.get_num_threads(), "torch": torch.__version__, "deephoyer": dh.__version__}

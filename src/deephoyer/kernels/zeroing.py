@@ -1,0 +1,62 @@
+"""Zeroes where boolean tensors say so, in many tensors: one launch on CUDA, a fill for each tensor elsewhere.
+
+Only tensors are known here; what is dropped, and why, is for `masks.py`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from deephoyer.kernels.addresses import AddressBook
+from deephoyer.kernels.layout import walks_alike
+
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+Dropped = tuple[Tensor, Tensor]  # a tensor, and True where it is to be zero
+
+
+class Zeroing:
+    """Keeps what launches need from one call to the next."""
+
+    def __init__(self) -> None:
+        self._books: dict[torch.device, AddressBook] = {}
+
+    def __call__(self, pairs: Sequence[Dropped]) -> None:
+        fused: dict[tuple[torch.device, int], list[Dropped]] = {}
+        for tensor, drop in pairs:
+            if _HAS_TRITON and _can_be_fused(tensor, drop):
+                fused.setdefault((tensor.device, tensor.element_size()), []).append((tensor, drop))
+            else:
+                tensor.masked_fill_(drop, 0)
+        for (device, _), some in fused.items():
+            self.fused(device, some)
+
+    @torch.compiler.disable  # a compiler would see tables of addresses, not the tensors that are written
+    def fused(self, device: torch.device, pairs: list[Dropped]) -> None:
+        """One launch for tensors of one device, with elements of one size, that lie as their masks do."""
+        from deephoyer.kernels.triton_zeroing import launch
+
+        book = self._books.setdefault(device, AddressBook(device))
+        tensors, drops = ([pair[i] for pair in pairs] for i in (0, 1))
+        addresses = [tuple(t.data_ptr() for t in some) for some in (tensors, drops)]
+        lengths = tuple(t.numel() for t in tensors)
+        table = book.table((addresses[0], addresses[1], lengths))
+        launch(table, len(pairs), max(lengths), tensors[0].element_size(), device)
+
+
+def _can_be_fused(tensor: Tensor, drop: Tensor) -> bool:
+    plain = type(tensor) in (Tensor, nn.Parameter) and type(drop) is Tensor
+    return plain and tensor.is_cuda and not tensor.is_complex() and walks_alike(tensor, drop)
+
+
+def laid_like(drop: Tensor, tensor: Tensor) -> Tensor:
+    """The same mask, on the tensor's device and in its order of dimensions in memory."""
+    if drop.device == tensor.device and drop.stride() == tensor.stride():
+        return drop
+    if type(tensor) not in (Tensor, nn.Parameter):
+        return drop.to(tensor.device)
+    return torch.empty_like(tensor, dtype=torch.bool, requires_grad=False).copy_(drop)

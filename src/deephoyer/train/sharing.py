@@ -1,0 +1,95 @@
+"""Several processes on one GPU: they take turns unless NVIDIA's MPS, which lets them run side by side, is there.
+
+Where `nvidia-cuda-mps-control` is installed and none runs yet, a sweep starts a private one for its time. It is never
+needed: whatever goes wrong with it, the sweep goes on without.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+
+CONTROL = "nvidia-cuda-mps-control"
+
+
+def shares_a_gpu(devices: list[str], jobs: int) -> bool:
+    """Whether, of runs on these devices, two at once would be on the same GPU."""
+    if not torch.cuda.is_available() or jobs < 2:
+        return False
+    places = ["cuda:0" if d in ("auto", "cuda") else d for d in devices]
+    return any(place.startswith("cuda") and places.count(place) > 1 for place in places)
+
+
+def quiet_threads() -> dict[str, str]:
+    """For processes whose work is on a GPU: threads of many of them would only be in each other's way."""
+    return {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": "1"}
+
+
+@contextmanager
+def mps(say: Callable[[str], None]) -> Iterator[dict[str, str]]:
+    """What the processes' environment needs to share a GPU through MPS, for as long as this lasts; {} without it."""
+    if shutil.which(CONTROL) is None or _asked("get_server_list", os.environ) is not None:
+        yield {}  # not installed; or one runs already, and is found without our help
+        return
+    folder = tempfile.mkdtemp(prefix="mps-")  # a short path: sockets have no room for more
+    added = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
+    environment = {**os.environ, **added}
+    try:
+        trouble = _start(environment)
+        if trouble:
+            say(f"NVIDIA's MPS did not start ({trouble}); the runs take turns on the GPU.")
+        yield {} if trouble else added
+    finally:
+        _asked("quit", environment)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _start(environment: Mapping[str, str]) -> str | None:
+    """Starts it and lets a process try it; says what went wrong."""
+    status = _silently([CONTROL, "-d"], environment)
+    if status:
+        return f"exit status {status}"
+    if _silently([sys.executable, "-c", _CLIENT], environment):
+        return "a process can't use it"
+    return None
+
+
+def _silently(words: list[str], environment: Mapping[str, str]) -> int:
+    """Its exit status. Not through pipes: a program that stays behind would keep them open."""
+    none = subprocess.DEVNULL
+    try:
+        return subprocess.run(words, env=environment, timeout=60, stdin=none, stdout=none, stderr=none).returncode
+    except (OSError, subprocess.TimeoutExpired):
+        return 1
+
+
+# The least that makes a process a client: a context on the first device.
+_CLIENT = """
+import ctypes, sys
+try:
+    cuda = ctypes.CDLL("libcuda.so.1")
+except OSError:
+    sys.exit(0)
+device, context = ctypes.c_int(), ctypes.c_void_p()
+error = (cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), 0)
+    or cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
+sys.exit(error != 0)
+"""
+
+
+def _asked(command: str, environment: Mapping[str, str]) -> str | None:
+    """What the running MPS answers; None if there is none to answer."""
+    try:
+        done = subprocess.run(
+            [CONTROL], input=command + "\n", env=environment, timeout=30, capture_output=True, text=True
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
