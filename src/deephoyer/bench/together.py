@@ -20,7 +20,7 @@ from deephoyer.train import sweep
 
 
 def together(
-    count: int, device: str, epochs: int, mps: bool = True, case: str = "resnet-56", changes: Sequence[str] = ()
+    count: int, device: str, epochs: int, mps: bool = True, case: str = "resnet-56-eager", changes: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Seconds of a steady epoch, alone and `count` at once, and the wall clock of both sweeps."""
     notes: list[str] = []
