@@ -23,7 +23,7 @@ Padding = tuple[int, int]
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, padding: Padding = (0, 0)) -> Tensor:
-    """`F.conv2d` for each network: images of all networks one after the other, weight networks × O × C × rows × columns."""
+    """`F.conv2d` of each network. The images: all networks' one after the other; the weights: stacked."""
     found: Tensor = _Convolution.apply(x, weight, bias, padding)
     return found
 
@@ -96,11 +96,30 @@ def _shape(x: Tensor, outputs: int, taps: tuple[int, int], padding: Padding, pre
     _, high, wide, channels = x.shape
     together = 16 // x.element_size()
     return {
-        "H": high, "W": wide, "C": channels, "O": outputs, "KH": taps[0], "KW": taps[1],
+        "H": high, "W": wide, "C": channels, "OUT": outputs, "KH": taps[0], "KW": taps[1],
         "PAD_H": padding[0], "PAD_W": padding[1], "PRECISION": precision,
         "WIDE": tl.float64 if x.dtype == torch.float64 else tl.float32,
         "VEC": gcd(channels, together), "OUT_VEC": gcd(outputs, together),
     }  # fmt: skip
+
+
+def output_tile(x: Tensor, inputs: int, outputs: int, precision: str) -> dict[str, int]:
+    """Positions × outputs of a program of `convolve`, and how much of a window it takes at a time."""
+    if _exact(x, precision):
+        tile = {"BLOCK_M": 64, "BLOCK_O": _block(outputs, 64), "BLOCK_K": _block(inputs, 16)}
+        return tile | {"num_warps": 4, "num_stages": 2}
+    tile = {"BLOCK_M": 128, "BLOCK_O": _block(outputs, 128), "BLOCK_K": _block(inputs, 128 // x.element_size())}
+    return tile | {"num_warps": 4, "num_stages": 3}
+
+
+def weight_tile(x: Tensor, inputs: int, outputs: int, precision: str) -> dict[str, int]:
+    """Inputs × outputs of a program of `weight_gradient`, and how many positions it takes at a time."""
+    if _exact(x, precision):
+        tile = {"BLOCK_M": 16, "BLOCK_O": _block(outputs, 64), "BLOCK_K": _block(inputs, 32)}
+        return tile | {"num_warps": 4, "num_stages": 2}
+    few = inputs <= 64
+    tile = {"BLOCK_M": 64 if few else 32, "BLOCK_O": _block(outputs, 64), "BLOCK_K": _block(inputs, 128)}
+    return tile | {"num_warps": 4, "num_stages": 3}
 
 
 def _exact(x: Tensor, precision: str) -> bool:
@@ -121,16 +140,15 @@ def _convolve(
     high, wide = high + 2 * padding[0] - taps[0] + 1, wide + 2 * padding[1] - taps[1] + 1
     y = x.new_empty(images, high, wide, outputs)
     images //= networks
-    exact = _exact(x, precision)
-    block_m, block_o = (64, _block(outputs, 64)) if exact else (128, _block(outputs, 128))
-    block_k = _block(taps[0] * taps[1] * channels, 16 if exact else 128 // x.element_size())
-    rows = high * -(-images * wide // block_m) if any(padding) else -(-images * high * wide // block_m)
-    grid = (rows, networks, -(-outputs // block_o))
+    tile = output_tile(x, taps[0] * taps[1] * channels, outputs, precision)
+    block = tile["BLOCK_M"]
+    rows = high * triton.cdiv(images * wide, block) if any(padding) else triton.cdiv(images * high * wide, block)
+    grid = (rows, networks, triton.cdiv(outputs, tile["BLOCK_O"]))
     shape = _shape(x, outputs, (taps[0], taps[1]), padding, precision)
     with torch.cuda.device_of(x):
         kernels.convolve[grid](
-            x, packed, x if bias is None else bias, y, images, **shape, BACKWARDS=backwards, BIASED=bias is not None,
-            BLOCK_M=block_m, BLOCK_O=block_o, BLOCK_K=block_k, num_warps=4, num_stages=2 if exact else 4,
+            x, packed, x if bias is None else bias, y, images, **shape, **tile, BACKWARDS=backwards,
+            BIASED=bias is not None,
         )  # fmt: skip
     return y
 
@@ -141,25 +159,30 @@ def _weight_gradient(
     networks, outputs, channels, *taps = weight.shape
     inputs = taps[0] * taps[1] * channels + biased
     images = len(x) // networks
-    exact = _exact(x, precision)
-    block_m, most = (16, 32) if exact else (64, 128)
-    block_k, block_o = _block(inputs, most), _block(outputs, 64)
-    blocks = -(-inputs // block_k) * -(-outputs // block_o)
+    tile = weight_tile(x, inputs, outputs, precision)
+    blocks = triton.cdiv(inputs, tile["BLOCK_K"]) * triton.cdiv(outputs, tile["BLOCK_O"])
     positions = images * grad.shape[1] * grad.shape[2]
-    splits = max(1, min(PROGRAMS // (networks * blocks), positions // (4 * block_m)))
-    share = -(-positions // (splits * block_m)) * block_m
-    splits = -(-positions // share)
+    share = _share(positions, tile["BLOCK_M"], PROGRAMS // (networks * blocks))
+    splits = triton.cdiv(positions, share)
     size = weight.numel() + (networks * outputs if biased else 0)
     partial = torch.empty(splits, size, dtype=_wide(x.dtype), device=x.device)
     shape = _shape(x, outputs, (taps[0], taps[1]), padding, precision)
     with torch.cuda.device_of(x):
         kernels.weight_gradient[(blocks, splits, networks)](
-            x, grad, partial, images, share, **shape, BIASED=biased,
-            BLOCK_M=block_m, BLOCK_O=block_o, BLOCK_K=block_k, num_warps=4, num_stages=2 if exact else 3,
-        )  # fmt: skip
+            x, grad, partial, images, share, **shape, **tile, BIASED=biased
+        )
     sums = (partial.sum(0) if splits > 1 else partial[0]).to(weight.dtype)
     bias = sums[weight.numel() :].view(networks, outputs) if biased else None
     return sums[: weight.numel()].view_as(weight), bias
+
+
+def _share(positions: int, block: int, splits: int) -> int:
+    """How many positions a part of the sum has: whole blocks, and four at least.
+
+    >>> _share(57600, 64, 42), _share(90, 64, 42)
+    (1408, 256)
+    """
+    return triton.cdiv(max(triton.cdiv(positions, max(splits, 1)), 4 * block), block) * block
 
 
 def _pool(kernel: Any, tensors: tuple[Tensor, ...], shape: tuple[int, ...]) -> None:

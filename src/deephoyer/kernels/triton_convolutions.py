@@ -25,7 +25,7 @@ def window_place(k, W: tl.constexpr, C: tl.constexpr, KW: tl.constexpr, VEC: tl.
 @triton.jit(do_not_specialize=["images"])
 def convolve(
     x, weight, bias, y, images,
-    H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, O: tl.constexpr,
+    H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, OUT: tl.constexpr,
     KH: tl.constexpr, KW: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr, BACKWARDS: tl.constexpr,
     BIASED: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr, VEC: tl.constexpr, OUT_VEC: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -40,8 +40,8 @@ def convolve(
     PADDED: tl.constexpr = PAD_H > 0 or PAD_W > 0
     network = tl.program_id(1).to(tl.int64)
     x += network * images * (H * W * C)
-    y += network * images * (HO * WO * O)
-    weight += network * (O * TAPS * C)
+    y += network * images * (HO * WO * OUT)
+    weight += network * (OUT * TAPS * C)
     o = tl.program_id(2) * BLOCK_O + tl.arange(0, BLOCK_O)
     if PADDED:
         tiles = (images * WO + BLOCK_M - 1) // BLOCK_M
@@ -50,7 +50,7 @@ def convolve(
         inside = m < images * WO
         image = m // WO
         wide = m - image * WO
-        out = ((image * HO + high) * WO + wide) * O
+        out = ((image * HO + high) * WO + wide) * OUT
         first = tl.maximum(PAD_H - high, 0) * (KW * C)
         last = tl.minimum(H + PAD_H - high, KH) * (KW * C)
     else:
@@ -60,7 +60,7 @@ def convolve(
         rest = m - image * (HO * WO)
         high = rest // WO
         wide = rest - high * WO
-        out = m * O
+        out = m * OUT
         first = 0
         last = TAPS * C
     left = wide - PAD_W
@@ -68,7 +68,7 @@ def convolve(
     sums = tl.zeros([BLOCK_M, BLOCK_O], WIDE)
     for at in range(first, last, BLOCK_K):
         k = at + tl.arange(0, BLOCK_K)
-        row, column, away = window_place(k, W, C, KW, VEC)
+        _, column, away = window_place(k, W, C, KW, VEC)
         seen = inside[:, None] & (k < last)[None, :]
         if PADDED:
             across = left[:, None] + column[None, :]
@@ -78,12 +78,12 @@ def convolve(
         tap = k // C
         own = (TAPS - 1 - tap) * C + k - tap * C if BACKWARDS else k
         own = tl.max_contiguous(tl.multiple_of(own, VEC), VEC)
-        used = tl.max_constancy((k < last)[:, None] & (o < O)[None, :], [VEC, 1])
+        used = tl.max_constancy((k < last)[:, None] & (o < OUT)[None, :], [VEC, 1])
         b = tl.load(weight + (own[:, None] + (o * (TAPS * C))[None, :]), mask=used, other=0.0)
         sums = tl.dot(a, b, sums, input_precision=PRECISION)
     if BIASED:
-        sums += tl.load(bias + network * O + o, mask=o < O, other=0.0).to(WIDE)[None, :]
-    kept = tl.max_constancy(inside[:, None] & (o < O)[None, :], [1, OUT_VEC])
+        sums += tl.load(bias + network * OUT + o, mask=o < OUT, other=0.0).to(WIDE)[None, :]
+    kept = tl.max_constancy(inside[:, None] & (o < OUT)[None, :], [1, OUT_VEC])
     place = tl.max_contiguous(tl.multiple_of(out[:, None] + o[None, :], [1, OUT_VEC]), [1, OUT_VEC])
     tl.store(y + place, sums.to(y.dtype.element_ty), mask=kept)
 
@@ -91,7 +91,7 @@ def convolve(
 @triton.jit(do_not_specialize=["images", "share"])
 def weight_gradient(
     x, grad, partial, images, share,
-    H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, O: tl.constexpr,
+    H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, OUT: tl.constexpr,
     KH: tl.constexpr, KW: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr,
     BIASED: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr, VEC: tl.constexpr, OUT_VEC: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -105,11 +105,11 @@ def weight_gradient(
     TAPS: tl.constexpr = KH * KW
     K: tl.constexpr = TAPS * C
     PADDED: tl.constexpr = PAD_H > 0 or PAD_W > 0
-    blocks: tl.constexpr = (O + BLOCK_O - 1) // BLOCK_O
+    blocks: tl.constexpr = (OUT + BLOCK_O - 1) // BLOCK_O
     network = tl.program_id(2).to(tl.int64)
     networks = tl.num_programs(2).to(tl.int64)
     x += network * images * (H * W * C)
-    grad += network * images * (HO * WO * O)
+    grad += network * images * (HO * WO * OUT)
     k = (tl.program_id(0) // blocks) * BLOCK_K + tl.arange(0, BLOCK_K)
     o = (tl.program_id(0) % blocks) * BLOCK_O + tl.arange(0, BLOCK_O)
     row, column, away = window_place(k, W, C, KW, VEC)
@@ -134,23 +134,23 @@ def weight_gradient(
         a = tl.load(x + (away[:, None] + window[None, :]), mask=seen, other=0.0)
         if BIASED:
             a = tl.where((k == K)[:, None], 1.0, a).to(x.dtype.element_ty)
-        kept = tl.max_constancy(inside[:, None] & (o < O)[None, :], [1, OUT_VEC])
-        place = tl.max_contiguous(tl.multiple_of((m * O)[:, None] + o[None, :], [1, OUT_VEC]), [1, OUT_VEC])
+        kept = tl.max_constancy(inside[:, None] & (o < OUT)[None, :], [1, OUT_VEC])
+        place = tl.max_contiguous(tl.multiple_of((m * OUT)[:, None] + o[None, :], [1, OUT_VEC]), [1, OUT_VEC])
         b = tl.load(grad + place, mask=kept, other=0.0)
         sums = tl.dot(a, b, sums, input_precision=PRECISION)
-    weights = networks * (O * K)
-    partial += tl.program_id(1) * (weights + networks * O if BIASED else weights)
+    weights = networks * (OUT * K)
+    partial += tl.program_id(1) * (weights + networks * OUT if BIASED else weights)
     tap = k // C
-    there = network * (O * K) + (o * K)[None, :] + ((k - tap * C) * TAPS + tap)[:, None]
-    tl.store(partial + there, sums, mask=(k < K)[:, None] & (o < O)[None, :])
+    there = network * (OUT * K) + (o * K)[None, :] + ((k - tap * C) * TAPS + tap)[:, None]
+    tl.store(partial + there, sums, mask=(k < K)[:, None] & (o < OUT)[None, :])
     if BIASED:
-        biases = weights + network * O + (k - K)[:, None] + o[None, :]
-        tl.store(partial + biases, sums, mask=(k == K)[:, None] & (o < O)[None, :])
+        biases = weights + network * OUT + (k - K)[:, None] + o[None, :]
+        tl.store(partial + biases, sums, mask=(k == K)[:, None] & (o < OUT)[None, :])
 
 
 @triton.jit
 def pool_places(H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr):
-    """A program's pooled elements: where its image begins, which they are, and the first of the four each is made of."""
+    """A program's pooled elements: where their image begins, which they are, and the first of the four of each."""
     SIZE: tl.constexpr = (H // 2) * (W // 2) * C
     blocks: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
     image = tl.program_id(0) // blocks

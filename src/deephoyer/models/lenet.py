@@ -22,6 +22,13 @@ class LeNet300(nn.Module):
         return self.fc3(F.relu(self.fc2(x)))
 
 
+class RectifiedPool(nn.Module):
+    """The largest of 2 × 2 after ReLU; a module, so that networks in a stack can have both in one pass"""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.max_pool2d(F.relu(x), 2)
+
+
 class LeNet5(nn.Module):
     """two 5×5 convolutions (20, 50) and two linear layers (500, 10): 430,500 weights"""
 
@@ -29,10 +36,11 @@ class LeNet5(nn.Module):
         super().__init__()
         self.conv1 = nn.Conv2d(1, 20, 5)
         self.conv2 = nn.Conv2d(20, 50, 5)
+        self.pool = RectifiedPool()
         self.fc1 = nn.Linear(800, 500)
         self.fc2 = nn.Linear(500, count("classes", classes))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.max_pool2d(F.relu(self.conv1(x)), 2)
-        x = F.max_pool2d(F.relu(self.conv2(x)), 2)
+        x = self.pool(self.conv1(x))
+        x = self.pool(self.conv2(x))
         return self.fc2(F.relu(self.fc1(x.flatten(1))))

@@ -8,6 +8,7 @@ is in `stack.py`.
 from __future__ import annotations
 
 import copy
+import importlib.util
 from collections.abc import Sequence
 
 import torch
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deephoyer.errors import UserError
+from deephoyer.models.lenet import RectifiedPool
 
 SPLIT = 256
 """Matrix products that a GPU is to work on at once."""
@@ -40,7 +42,10 @@ class StackedLinear(nn.Module):
 
 
 class StackedConv2d(nn.Module):
-    """`count` convolutions as one batched matrix product: cuDNN is slow at many small groups."""
+    """`count` convolutions as one batched matrix product: cuDNN is slow at many small groups.
+
+    On CUDA a kernel of our own reads the windows where they are; the plain path copies them.
+    """
 
     def __init__(self, layers: Sequence[nn.Conv2d]):
         super().__init__()
@@ -55,6 +60,10 @@ class StackedConv2d(nn.Module):
         count, outputs, _, high, wide = self.weight.shape
         if torch.is_autocast_enabled(x.device.type):  # before the windows are copied, which is most of the work
             x = x.to(torch.get_autocast_dtype(x.device.type))
+        if _kernels_take(x) and self._fits(x):
+            from deephoyer.kernels.convolutions import convolve
+
+            return convolve(x, self.weight, self.bias, (self.padding[0], self.padding[1]))
         rows, columns = self.padding
         x = F.pad(x, (columns, columns, rows, rows)) if rows or columns else x
         windows = x.permute(0, 2, 3, 1).unfold(1, high, self.stride[0]).unfold(2, wide, self.stride[1])
@@ -64,6 +73,14 @@ class StackedConv2d(nn.Module):
         weight = self.weight.permute(0, 3, 4, 2, 1).reshape(count, -1, outputs)
         y = self._products(windows, weight)
         return y.view(images, height, width, outputs).permute(0, 3, 1, 2)
+
+    def _fits(self, x: Tensor) -> bool:
+        """Whether the kernel can: no strides, no row of padding alone, and 32 bits for places in a network's images."""
+        count, outputs, channels, *taps = self.weight.shape
+        padded = [size + 2 * p for size, p in zip(x.shape[2:], self.padding, strict=True)]
+        size = len(x) // count * padded[0] * padded[1] * max(channels, outputs)
+        inner = all(p < tap <= long for p, tap, long in zip(self.padding, taps, padded, strict=True))
+        return self.stride == (1, 1) and inner and size < 2**31
 
     def _products(self, windows: Tensor, weight: Tensor) -> Tensor:
         """Windows × weight, each network in parts: so the weight's gradient, a sum over all windows, fills a GPU."""
@@ -76,11 +93,35 @@ class StackedConv2d(nn.Module):
         return torch.baddbmm(self.bias.unsqueeze(1).repeat_interleave(parts, 0), windows, weight)
 
 
+class StackedPool(nn.Module):
+    """ReLU and max-pooling, which have no weights: on CUDA in one pass."""
+
+    def __init__(self, layers: Sequence[RectifiedPool]):
+        super().__init__()
+        self.plain = layers[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if _kernels_take(x) and x.shape[2] % 2 == x.shape[3] % 2 == 0:
+            from deephoyer.kernels.convolutions import rectify_and_pool
+
+            return rectify_and_pool(x)
+        found: Tensor = self.plain(x)
+        return found
+
+
+def _kernels_take(x: Tensor) -> bool:
+    kinds = (torch.float32, torch.bfloat16, torch.float16)
+    return x.is_cuda and _HAS_TRITON and x.dtype in kinds and not torch.compiler.is_compiling()
+
+
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
 def _stack(parts: Sequence[Tensor]) -> nn.Parameter:
     return nn.Parameter(torch.stack([part.detach() for part in parts]))
 
 
-_STACKED = {nn.Linear: StackedLinear, nn.Conv2d: StackedConv2d}
+_STACKED = {nn.Linear: StackedLinear, nn.Conv2d: StackedConv2d, RectifiedPool: StackedPool}
 
 
 def stacked(models: Sequence[nn.Module]) -> nn.Module:
