@@ -129,7 +129,8 @@ class CapturedStep(PlainStep):
     def _capture(self, tables: Tables, unroll: int) -> torch.cuda.CUDAGraph:
         self.optimizer.zero_grad(set_to_none=True)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        # Relaxed: pinned memory for a table may have to be allocated in between, which is harmless.
+        with torch.cuda.graph(graph, capture_error_mode="relaxed"):
             block, rates = tables.next(unroll)
             for i in range(unroll):
                 for group in self.optimizer.param_groups:
