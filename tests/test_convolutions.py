@@ -92,6 +92,24 @@ def test_the_kernel_convolves_each_network_with_its_own_weights(shape, biased, n
 
 
 @needs_kernels
+@pytest.mark.parametrize("shape", [(3, 3, 1, 20, 5, 0, 10, 8), (2, 3, 3, 5, 3, 0, 8, 6), (1, 2, 20, 5, 3, 0, 6, 6)])
+def test_the_kernel_pools_what_it_convolves(shape, numbers):
+    from deephoyer.kernels.convolutions import convolve_and_pool
+
+    dtype, slack = numbers
+    # Whole numbers, exact in every type: what is largest, or above 0, is not a matter of rounding.
+    exact = [t.round().clamp(-2, 2).requires_grad_() for t in inputs(shape)]
+    kinds = [dtype] + [torch.float32 if dtype == torch.bfloat16 else dtype] * 2
+    own = [t.detach().to(DEVICE, kind).requires_grad_() for t, kind in zip(exact, kinds, strict=True)]
+    found, expected = convolve_and_pool(*own), F.max_pool2d(F.relu(one_by_one(*exact)), 2)
+    assert_near(found, expected, slack)
+    slope = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    expected = torch.autograd.grad(expected, exact, slope)
+    for grad, true in zip(torch.autograd.grad(found, own, slope.to(found)), expected, strict=True):
+        assert_near(grad, true, slack)
+
+
+@needs_kernels
 @pytest.mark.parametrize("channels", [3, 20])
 @pytest.mark.parametrize("last", [True, False])
 def test_the_kernel_pools_as_pytorch_does_among_equals_and_nans(channels, last, numbers):

@@ -90,18 +90,20 @@ def convolve(
 
 @triton.jit(do_not_specialize=["images", "share"])
 def weight_gradient(
-    x, grad, partial, images, share,
+    x, grad, which, partial, images, share,
     H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, OUT: tl.constexpr,
-    KH: tl.constexpr, KW: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr,
+    KH: tl.constexpr, KW: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr, POOLED: tl.constexpr,
     BIASED: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr, VEC: tl.constexpr, OUT_VEC: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """The gradients of weights and biases from `share` positions: partial sums, laid as weights are, then biases.
 
-    A bias is the weight of an input that is always 1, one k beyond the others.
+    A bias is the weight of an input that is always 1, one k beyond the others. `POOLED`: the gradient is the pooled
+    outputs', and `which` says whose of the four each is.
     """
-    HO: tl.constexpr = H + 2 * PAD_H - KH + 1
-    WO: tl.constexpr = W + 2 * PAD_W - KW + 1
+    STEP: tl.constexpr = 2 if POOLED else 1
+    HO: tl.constexpr = (H + 2 * PAD_H - KH + 1) // STEP
+    WO: tl.constexpr = (W + 2 * PAD_W - KW + 1) // STEP
     TAPS: tl.constexpr = KH * KW
     K: tl.constexpr = TAPS * C
     PADDED: tl.constexpr = PAD_H > 0 or PAD_W > 0
@@ -110,6 +112,8 @@ def weight_gradient(
     networks = tl.num_programs(2).to(tl.int64)
     x += network * images * (H * W * C)
     grad += network * images * (HO * WO * OUT)
+    if POOLED:
+        which += network * images * (HO * WO * OUT)
     k = (tl.program_id(0) // blocks) * BLOCK_K + tl.arange(0, BLOCK_K)
     o = (tl.program_id(0) % blocks) * BLOCK_O + tl.arange(0, BLOCK_O)
     row, column, away = window_place(k, W, C, KW, VEC)
@@ -122,8 +126,8 @@ def weight_gradient(
         image = m // (HO * WO)
         rest = m - image * (HO * WO)
         high = rest // WO
-        left = rest - high * WO - PAD_W
-        high = high - PAD_H
+        left = (rest - high * WO) * STEP - PAD_W
+        high = high * STEP - PAD_H
         window = tl.multiple_of(((image * H + high) * W + left) * C, VEC)
         seen = (k < K)[:, None] & inside[None, :]
         if PADDED:
@@ -131,13 +135,17 @@ def weight_gradient(
             across = column[:, None] + left[None, :]
             seen = seen & (down >= 0) & (down < H) & (across >= 0) & (across < W)
         seen = tl.max_constancy(seen, [VEC, 1])
-        a = tl.load(x + (away[:, None] + window[None, :]), mask=seen, other=0.0)
-        if BIASED:
-            a = tl.where((k == K)[:, None], 1.0, a).to(x.dtype.element_ty)
         kept = tl.max_constancy(inside[:, None] & (o < OUT)[None, :], [1, OUT_VEC])
         place = tl.max_contiguous(tl.multiple_of((m * OUT)[:, None] + o[None, :], [1, OUT_VEC]), [1, OUT_VEC])
         b = tl.load(grad + place, mask=kept, other=0.0)
-        sums = tl.dot(a, b, sums, input_precision=PRECISION)
+        if POOLED:
+            number = tl.load(which + place, mask=kept, other=4)
+        for q in tl.static_range(STEP * STEP):
+            a = tl.load(x + (away[:, None] + window[None, :] + (q // 2 * W + q % 2) * C), mask=seen, other=0.0)
+            if BIASED:
+                a = tl.where((k == K)[:, None], 1.0, a).to(x.dtype.element_ty)
+            own = tl.where(number == q, b, 0.0).to(b.dtype) if POOLED else b
+            sums = tl.dot(a, own, sums, input_precision=PRECISION)
     weights = networks * (OUT * K)
     partial += tl.program_id(1) * (weights + networks * OUT if BIASED else weights)
     tap = k // C
@@ -168,6 +176,54 @@ def larger(best, which, value, number: tl.constexpr):
     """The first of the largest, and its number; NaN is larger than all."""
     better = (value > best) | (value != value)
     return tl.where(better, value, best), tl.where(better, number, which)
+
+
+@triton.jit(do_not_specialize=["images"])
+def convolve_and_pool(
+    x, weight, bias, y, which, images,
+    H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, OUT: tl.constexpr,
+    KH: tl.constexpr, KW: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr,
+    BIASED: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr, VEC: tl.constexpr, OUT_VEC: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """`convolve` and `rectify_and_pool` at once, for windows of one block and no padding: positions are pooled ones."""
+    HO: tl.constexpr = (H - KH + 1) // 2
+    WO: tl.constexpr = (W - KW + 1) // 2
+    K: tl.constexpr = KH * KW * C
+    network = tl.program_id(1).to(tl.int64)
+    x += network * images * (H * W * C)
+    o = tl.program_id(2) * BLOCK_O + tl.arange(0, BLOCK_O)
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    inside = m < images * (HO * WO)
+    image = m // (HO * WO)
+    rest = m - image * (HO * WO)
+    high = rest // WO
+    window = tl.multiple_of(((image * H + high * 2) * W + (rest - high * WO) * 2) * C, VEC)
+    k = tl.arange(0, BLOCK_K)
+    _, _, away = window_place(k, W, C, KW, VEC)
+    seen = tl.max_constancy(inside[:, None] & (k < K)[None, :], [1, VEC])
+    used = tl.max_constancy((k < K)[:, None] & (o < OUT)[None, :], [VEC, 1])
+    b = tl.load(weight + network * (OUT * K) + (k[:, None] + (o * K)[None, :]), mask=used, other=0.0)
+    zero = tl.zeros([BLOCK_M, BLOCK_O], WIDE)
+    best = zero
+    number = tl.zeros([BLOCK_M, BLOCK_O], tl.int32)
+    for q in tl.static_range(4):
+        a = tl.load(x + (window[:, None] + away[None, :] + (q // 2 * W + q % 2) * C), mask=seen, other=0.0)
+        sums = tl.dot(a, b, zero, input_precision=PRECISION)
+        if q == 0:
+            best = sums
+        else:
+            best, number = larger(best, number, sums, q)
+    if BIASED:
+        best += tl.load(bias + network * OUT + o, mask=o < OUT, other=0.0).to(WIDE)[None, :]
+    # What is stored is looked at, so that a number rounded to 0 has no gradient, as if ReLU came after.
+    best = best.to(y.dtype.element_ty)
+    dead = best <= 0
+    kept = tl.max_constancy(inside[:, None] & (o < OUT)[None, :], [1, OUT_VEC])
+    place = tl.max_contiguous(tl.multiple_of((m * OUT)[:, None] + o[None, :], [1, OUT_VEC]), [1, OUT_VEC])
+    begin = network * images * (HO * WO * OUT)
+    tl.store(y + begin + place, tl.where(dead, 0.0, best).to(y.dtype.element_ty), mask=kept)
+    tl.store(which + begin + place, tl.where(dead, 4, number).to(tl.uint8), mask=kept)
 
 
 @triton.jit

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deephoyer.errors import UserError
-from deephoyer.models.lenet import RectifiedPool
 
 SPLIT = 256
 """Matrix products that a GPU is to work on at once."""
@@ -54,16 +53,16 @@ class StackedConv2d(nn.Module):
             raise UserError(f"stack: {first} can't be stacked; only plain convolutions can.")
         self.weight = _stack([layer.weight for layer in layers])
         self.bias = None if first.bias is None else _stack([layer.bias for layer in layers if layer.bias is not None])
-        self.stride, self.padding = first.stride, first.padding
+        self.stride, self.padding = first.stride, (first.padding[0], first.padding[1])
+        self.taps = first.kernel_size
 
     def forward(self, x: Tensor) -> Tensor:
         count, outputs, _, high, wide = self.weight.shape
-        if torch.is_autocast_enabled(x.device.type):  # before the windows are copied, which is most of the work
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-        if _kernels_take(x) and self._fits(x):
+        x = _cast(x)  # before the windows are copied, which is most of the work
+        if self._fits(x):
             from deephoyer.kernels.convolutions import convolve
 
-            return convolve(x, self.weight, self.bias, (self.padding[0], self.padding[1]))
+            return convolve(x, self.weight, self.bias, self.padding)
         rows, columns = self.padding
         x = F.pad(x, (columns, columns, rows, rows)) if rows or columns else x
         windows = x.permute(0, 2, 3, 1).unfold(1, high, self.stride[0]).unfold(2, wide, self.stride[1])
@@ -74,12 +73,24 @@ class StackedConv2d(nn.Module):
         y = self._products(windows, weight)
         return y.view(images, height, width, outputs).permute(0, 3, 1, 2)
 
+    def pooled(self, x: Tensor) -> Tensor:
+        """max_pool2d(relu(…), 2) of what `forward` gives."""
+        x = _cast(x)
+        even = all((size + 2 * p - t) % 2 for size, p, t in zip(x.shape[2:], self.padding, self.taps, strict=True))
+        if even and self._fits(x):
+            from deephoyer.kernels.convolutions import convolve_and_pool
+
+            return convolve_and_pool(x, self.weight, self.bias, self.padding)
+        return F.max_pool2d(F.relu(self(x)), 2)
+
     def _fits(self, x: Tensor) -> bool:
         """Whether the kernel can: no strides, no row of padding alone, and 32 bits for places in a network's images."""
-        count, outputs, channels, *taps = self.weight.shape
+        if not _kernels_take(x):
+            return False
+        count, outputs, channels, *_ = self.weight.shape
         padded = [size + 2 * p for size, p in zip(x.shape[2:], self.padding, strict=True)]
         size = len(x) // count * padded[0] * padded[1] * max(channels, outputs)
-        inner = all(p < tap <= long for p, tap, long in zip(self.padding, taps, padded, strict=True))
+        inner = all(p < tap <= long for p, tap, long in zip(self.padding, self.taps, padded, strict=True))
         return self.stride == (1, 1) and inner and size < 2**31
 
     def _products(self, windows: Tensor, weight: Tensor) -> Tensor:
@@ -93,20 +104,9 @@ class StackedConv2d(nn.Module):
         return torch.baddbmm(self.bias.unsqueeze(1).repeat_interleave(parts, 0), windows, weight)
 
 
-class StackedPool(nn.Module):
-    """ReLU and max-pooling, which have no weights: on CUDA in one pass."""
-
-    def __init__(self, layers: Sequence[RectifiedPool]):
-        super().__init__()
-        self.plain = layers[0]
-
-    def forward(self, x: Tensor) -> Tensor:
-        if _kernels_take(x) and x.shape[2] % 2 == x.shape[3] % 2 == 0:
-            from deephoyer.kernels.convolutions import rectify_and_pool
-
-            return rectify_and_pool(x)
-        found: Tensor = self.plain(x)
-        return found
+def _cast(x: Tensor) -> Tensor:
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
 def _kernels_take(x: Tensor) -> bool:
@@ -121,7 +121,7 @@ def _stack(parts: Sequence[Tensor]) -> nn.Parameter:
     return nn.Parameter(torch.stack([part.detach() for part in parts]))
 
 
-_STACKED = {nn.Linear: StackedLinear, nn.Conv2d: StackedConv2d, RectifiedPool: StackedPool}
+_STACKED = {nn.Linear: StackedLinear, nn.Conv2d: StackedConv2d}
 
 
 def stacked(models: Sequence[nn.Module]) -> nn.Module:
