@@ -147,13 +147,13 @@ def pooled_tile(x: Tensor, inputs: int, outputs: int, precision: str) -> dict[st
     return {"BLOCK_M": block, "BLOCK_O": _block(outputs, 32), "BLOCK_K": _block(inputs, FEW), "num_warps": 4}
 
 
-def weight_tile(x: Tensor, inputs: int, outputs: int, precision: str) -> dict[str, int]:
+def weight_tile(x: Tensor, inputs: int, outputs: int, precision: str, pooled: bool) -> dict[str, int]:
     """Inputs × outputs of a program of `weight_gradient`, and how many positions it takes at a time."""
     if _exact(x, precision):
         tile = {"BLOCK_M": 16, "BLOCK_O": _block(outputs, 64), "BLOCK_K": _block(inputs, 32)}
         return tile | {"num_warps": 4, "num_stages": 2}
-    few = inputs <= 64
-    tile = {"BLOCK_M": 64 if few else 32, "BLOCK_O": _block(outputs, 64), "BLOCK_K": _block(inputs, 128)}
+    positions = 16 if pooled else 64 if inputs <= FEW else 32  # a pooled one stands for four
+    tile = {"BLOCK_M": positions, "BLOCK_O": _block(outputs, 64), "BLOCK_K": _block(inputs, 128)}
     return tile | {"num_warps": 4, "num_stages": 3}
 
 
@@ -218,7 +218,7 @@ def _weight_gradient(
     networks, outputs, channels, *taps = weight.shape
     inputs = taps[0] * taps[1] * channels + biased
     images = len(x) // networks
-    tile = weight_tile(x, inputs, outputs, precision)
+    tile = weight_tile(x, inputs, outputs, precision, which is not None)
     blocks = triton.cdiv(inputs, tile["BLOCK_K"]) * triton.cdiv(outputs, tile["BLOCK_O"])
     positions = images * grad.shape[1] * grad.shape[2]
     share = _share(positions, tile["BLOCK_M"], PROGRAMS // (networks * blocks))
