@@ -10,8 +10,11 @@ from torch import Tensor, nn
 
 from deephoyer.errors import UserError
 from deephoyer.groups import SliceUnit
+from deephoyer.masks import prune
 from deephoyer.models import make
+from deephoyer.rules import Density
 from deephoyer.structure import CannotFollow, Coupled
+from deephoyer.weights import find_weights
 
 torchvision = pytest.importorskip("torchvision")
 
@@ -239,3 +242,29 @@ def test_groups_agree_with_torch_prunings_graph_where_it_can_follow(name):
         if s.reason is None
     }
     assert mine == theirs
+
+
+@pytest.mark.parametrize(("depth", "blocks"), [(56, 9), (110, 18)])
+def test_coupled_groups_of_a_cifar_resnet_are_the_blocks_channels_and_the_residual_streams(depth, blocks):
+    model = make(f"resnet-{depth}")
+    found = Coupled(model, torch.randn(1, 3, 32, 32)).units()
+    streams = [unit for unit in found if "linear.weight" in unit.names]
+    inner = [unit for unit in found if unit not in streams]
+    # A padded shortcut passes 16 channels on to 32, and 32 to 64: those that begin in a stage are a set.
+    assert [unit.count for unit in streams] == [16, 16, 32]
+    assert [unit.count for unit in inner] == [16] * blocks + [32] * blocks + [64] * blocks
+    covered = {name for unit in found for name in unit.names}
+    assert covered == {name for name, _ in model.named_parameters()} - {"linear.bias"}
+
+
+def test_channels_that_run_through_a_layer_left_alone_stay():
+    """So a recipe can press the blocks of a ResNet and leave its residual streams whole."""
+    model = make("resnet-20")
+    coupled = Coupled(model, torch.randn(1, 3, 32, 32))
+    blocks = coupled.units(find_weights(model, "!linear.weight"))
+    assert len(blocks) == 9 and all(len(unit.names) == 4 for unit in blocks)
+    assert len(coupled.units(find_weights(model))) == len(coupled.units()) == 12
+    masks = prune(model, Density(0.5), coupled, select="!linear.weight")
+    assert masks["layer1.0.conv1.weight"].any((1, 2, 3)).sum() == 8 and "linear.weight" not in masks
+    with pytest.raises(UserError, match="must be selected"):
+        coupled.units(find_weights(model, "linear.weight"))

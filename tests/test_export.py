@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from deephoyer.errors import UserError
-from deephoyer.export import export, load, load_masks, provenance, save
+from deephoyer.export import container, export, load, load_masks, provenance, save
 from deephoyer.export.container import rewrite
 from deephoyer.models import input_shape, make
 from deephoyer.packing import PackingError, pack_pattern, packed_size, pattern_size, unpack_pattern
@@ -191,6 +191,17 @@ def test_a_file_of_another_network_is_refused_and_the_model_stays_as_it_was(tmp_
     assert all(torch.equal(v, before[k]) for k, v in fresh.state_dict().items())
     with pytest.raises(UserError, match="fit"):
         load(tmp_path / "a.safetensors", model=make("lenet-5", classes=9))
+
+
+def test_a_header_of_any_length_can_be_read_back(tmp_path):
+    """The length stands in the first bytes, and 640 looks like the beginning of a pickle."""
+    lengths = set()
+    for extra in range(0, 1200, 8):
+        path = tmp_path / f"{extra}.safetensors"
+        path.write_bytes(container.seal({"w": torch.ones(2)}, {"kind": "test", "text": "x" * extra}))
+        lengths.add(int.from_bytes(path.read_bytes()[:8], "little"))
+        assert container.unseal(path)[1]["text"] == "x" * extra
+    assert lengths >= {640, 896, 1152}
 
 
 def test_pickles_foreign_and_missing_files_are_refused(tmp_path):

@@ -29,6 +29,20 @@ def test_the_papers_strengths_thresholds_and_epochs_stand_in_the_recipes(method)
         assert (made.regularize.epochs, made.finetune.epochs) == (250, 100)
 
 
+@pytest.mark.parametrize(("net", "strength"), [("resnet-56", 2e-4), ("resnet-110", 7e-5)])
+def test_the_papers_schedule_on_cifar_stands_in_the_recipes(net, strength):
+    made = recipe.read(f"{net}-group-hs")
+    assert made.regularize.strength == strength and made.regularize.groups == "filters+channels"
+    assert (made.prune.rule, made.prune.value, made.prune.groups) == ("absolute", 1e-4, "elements")
+    assert (made.batch_size, made.shift, made.flip, made.select) == (128, 4, True, "test-best")
+    for stage in (made.pretrain, made.regularize, made.finetune):
+        assert (stage.epochs, stage.optimizer, stage.lr, stage.momentum) == (164, "sgd", 0.1, 0.9)
+        assert (stage.milestones, stage.gamma, stage.weight_decay) == ((81, 122), 0.1, 1e-4)
+    for other in ("group-lasso", "group-hs-coupled"):
+        theirs = recipe.read(f"{net}-{other}")
+        assert (theirs.pretrain, theirs.finetune) == (made.pretrain, made.finetune)
+
+
 def test_an_override_reaches_anything_in_the_recipe():
     changes = ["seed=7", "regularize.strength=3e-4", "data={name: mnist, normalize: true}", "prune.rule=absolute"]
     made = recipe.read("demo", changes)

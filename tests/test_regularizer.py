@@ -444,3 +444,29 @@ def test_an_optimizer_inside_a_wrapper_is_found():
     assert reg.steps == 1
     with pytest.raises(dh.UserError, match="not a PyTorch optimizer"):
         dh.Regularizer(model).attach(model)
+
+
+# Groups of many sizes
+
+
+@pytest.mark.parametrize("penalty", ["hoyer-square", "hoyer", "l1"])
+@pytest.mark.parametrize("backend", ["plain", "foreach"])
+def test_weighed_by_size_a_weight_is_pulled_alike_in_small_groups_and_in_large_ones(penalty, backend):
+    model = nn.Sequential(nn.Linear(4, 6, bias=False), nn.Linear(100, 6, bias=False)).double()
+    with torch.no_grad():
+        for layer in model:
+            layer.weight.copy_(torch.arange(1.0, 7.0).unsqueeze(1).expand_as(layer.weight))
+    alike = gradient(dh.Regularizer(model, penalty, "filters", 0.1, backend=backend), model)
+    assert alike[1][:, 0].abs().sum() < 0.5 * alike[0][:, 0].abs().sum()
+    reg = dh.Regularizer(model, penalty, "filters", Linear(0.1, steps=2), backend=backend, weigh="size")
+    for _ in range(3):
+        small, large = gradient(reg, model)
+        assert_close(large[:, :1], small[:, :1])
+    assert_close(small, alike[0])
+    value = reg.loss()
+    assert_close(value, sum(t.scale * t.penalty.value(t.magnitudes()) for t in reg.terms))
+
+
+def test_an_unknown_way_to_weigh_groups_is_refused():
+    with pytest.raises(dh.UserError, match="Did you mean 'size'"):
+        dh.Regularizer(net(), weigh="sizes")

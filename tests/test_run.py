@@ -62,29 +62,47 @@ def test_the_same_seed_gives_the_same_weights_and_another_does_not(tmp_path):
     assert same(first, again) and not same(first, other)
 
 
+class Stop(Exception):
+    pass
+
+
+def cut_after(run, stage, epochs):
+    """Runs it as far as that, and no further."""
+    plain = run._epoch
+
+    def stopping(name, settings, epoch, step):
+        if name == stage and epoch == epochs:
+            raise Stop
+        return plain(name, settings, epoch, step)
+
+    run._epoch = stopping
+    with pytest.raises(Stop):
+        run.execute()
+
+
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 @pytest.mark.parametrize("stage", ["pretrain", "regularize", "finetune"])
 def test_a_run_stopped_after_any_epoch_resumes_bit_for_bit(tmp_path, monkeypatch, stage, optimizer):
     made = small(f"{stage}.optimizer={optimizer}", "regularize.warmup={kind: cosine, epochs: 2}", "shift=1")
     whole = weights(Run(made, tmp_path / "whole").execute())
 
-    class Stop(Exception):
-        pass
-
-    cut = Run(made, tmp_path / "cut")
-    plain = cut._epoch
-
-    def stopping(name, settings, epoch, step):
-        if name == stage and epoch == 2:
-            raise Stop
-        return plain(name, settings, epoch, step)
-
-    cut._epoch = stopping
-    with pytest.raises(Stop):
-        cut.execute()
+    cut_after(Run(made, tmp_path / "cut"), stage, 2)
     resumed = Run(made, tmp_path / "cut").execute()
     assert same(weights(resumed), whole)
     assert len(resumed.folder.metrics()) == 10
+
+
+def test_a_run_may_go_on_on_another_device(tmp_path):
+    cut_after(Run(small(), tmp_path), "regularize", 1)
+    assert Run(small("device=auto"), tmp_path).execute().finished()
+
+
+def test_a_checkpoint_of_another_version_of_this_program_is_told_in_a_line(tmp_path):
+    Run(small(), tmp_path).execute()
+    tensors, state, _ = checkpoint.newest(tmp_path / "checkpoints")
+    checkpoint.save(tmp_path / "checkpoints", tensors, state | {"mood": "good"})
+    with pytest.raises(dh.UserError, match=r"another version of deephoyer.*'mood'"):
+        Run(small(), tmp_path).execute()
 
 
 DRIVER = """

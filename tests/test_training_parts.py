@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 import deephoyer as dh
 from deephoyer import data, models
-from deephoyer.train import batches, sharing, sweep
+from deephoyer.train import batches, checkpoint, sharing, sweep
 from deephoyer.train.distill import Teachers
 from deephoyer.train.places import looked_up
-from deephoyer.train.rates import make_optimizer, rate_at
+from deephoyer.train.rates import make_optimizer, rate_at, set_rate
 from deephoyer.train.schema import Training
 
 
@@ -71,11 +71,40 @@ def test_every_optimizer_of_a_recipe_trains(name):
     assert not torch.equal(model.weight, before)
 
 
-def test_teachers_in_a_table_are_the_teachers_asked_each_time():
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
+@pytest.mark.parametrize("kinds", [(False, False), (True, False), (False, True)])
+def test_an_optimizer_goes_on_from_a_file_captured_or_not_and_in_any_memory_format(tmp_path, name, kinds):
+    """For captured steps it holds its rate and step count as tensors; a machine without a GPU has a plain one."""
+    settings = Training(epochs=1, optimizer=name, lr=0.1, weight_decay=1e-2)
+    x = torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(0))
+
+    def trained(kinds, steps):
+        torch.manual_seed(0)
+        model = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        for captured in kinds:
+            optimizer = make_optimizer(settings, model.parameters(), captured)
+            if checkpoint.numbers(tmp_path):
+                checkpoint.refill(optimizer, *checkpoint.read(tmp_path / "000001.safetensors"))
+            for _ in range(steps):
+                optimizer.zero_grad()
+                model(x).square().sum().backward()
+                set_rate(optimizer, 0.05)
+                optimizer.step()
+            if len(kinds) > 1:
+                checkpoint.save(tmp_path, *checkpoint.flatten(optimizer.state_dict()))
+        return model.weight
+
+    whole = trained([False], 6)
+    torch.testing.assert_close(trained(kinds, 3), whole)
+
+
+@pytest.mark.parametrize("passes", [20, 0])
+def test_teachers_in_a_table_and_teachers_asked_in_the_step_say_the_same(passes):
     torch.manual_seed(0)
     digits = data.load("mnist", limit=40).in_floats()
     nets = [models.make("lenet-300-100") for _ in range(2)]
-    teachers = Teachers(nets, digits, reach=1, flips=True, temperature=2.0, weight=0.6)
+    teachers = Teachers(nets, digits, reach=1, flips=True, temperature=2.0, weight=0.6, most_passes=passes)
+    assert (teachers.table is None) == (passes == 0)
     drawn = batches.draw(torch.arange(40), 16, 1, True, seed=3)
     index, shift, flip = drawn.step(0)
     x, y = batches.images(digits, index, shift, flip, 1)
@@ -84,7 +113,13 @@ def test_teachers_in_a_table_are_the_teachers_asked_each_time():
         soft = torch.stack([F.softmax(net(x) / 2.0, 1) for net in nets]).mean(0)
     far = (soft * (soft.log() - F.log_softmax(logits / 2.0, 1))).sum(1).mean() * 4
     expected = 0.4 * F.cross_entropy(logits, y) + 0.6 * far
-    torch.testing.assert_close(teachers.losses(logits, y, index, shift, flip).mean(), expected)
+    torch.testing.assert_close(teachers.losses(logits, y, x, index, shift, flip).mean(), expected)
+
+
+def test_teachers_of_photographs_are_asked_in_the_step():
+    few = data.load("mnist", limit=4)
+    assert Teachers([models.make("lenet-300-100")], few, 4, True, 4.0, 0.7).table is None
+    assert Teachers([models.make("lenet-300-100")], few, 1, True, 4.0, 0.7).table is not None
 
 
 QUICK = [

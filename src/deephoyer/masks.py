@@ -163,6 +163,10 @@ class Hold:
         self._handle.remove()
 
 
+class Empties(UserError):
+    """A rule that would leave nothing of a layer."""
+
+
 @torch.no_grad()
 def prune(
     model: nn.Module,
@@ -182,9 +186,7 @@ def prune(
     """
     if not isinstance(rule, Rule):
         raise UserError(f"prune: {rule!r} is not a rule; Absolute(1e-4), StdRatio(0.03) and Density(0.02) are.")
-    weights = find_weights(model, select)
-    units = [unit for grouping in groupings(groups) for unit in grouping.units(weights)]
-    scores = [_scores(unit) for unit in units]
+    units, scores = scored(model, groups, select)
     masks: dict[str, Tensor] = {}
     thresholds: dict[str, list[str]] = {}
     for unit, verdict in zip(units, rule.judge(scores), strict=True):
@@ -197,11 +199,20 @@ def prune(
         for name, mask in masks.items():
             if not mask.any() and mask.dim() > 1:  # biases and norms may vanish whole
                 under = " and ".join(thresholds[name])
-                raise UserError(
+                raise Empties(
                     f"prune: {rule} would leave nothing of {name}: all of it is under its threshold {under}. "
                     "Lower the threshold, or pass allow_empty=True."
                 )
     return Masks(masks, model).apply()
+
+
+def scored(
+    model: nn.Module, groups: str | Grouping | Iterable[str | Grouping], select: str | Iterable[str] | None = None
+) -> tuple[list[Unit], list[Scores]]:
+    """What a rule is asked about: the units of these groups, and the scores of each."""
+    weights = find_weights(model, select)
+    units = [unit for grouping in groupings(groups) for unit in grouping.units(weights)]
+    return units, [_scores(unit) for unit in units]
 
 
 def _scores(unit: Unit) -> Scores:

@@ -14,11 +14,13 @@ from torch import Tensor, nn
 
 from deephoyer import strength as strengths
 from deephoyer.errors import UserError, not_negative, unknown
-from deephoyer.groups import Grouping, groupings
+from deephoyer.groups import Grouping, Unit, groupings
 from deephoyer.kernels import Scale, Term, choose
 from deephoyer.optimizers import bare
-from deephoyer.penalties import PENALTIES, HoyerSquare, Penalty, hoyer_measure, trimming_threshold
+from deephoyer.penalties import PENALTIES, HoyerSquare, Penalty, ScaleFree, hoyer_measure, trimming_threshold
 from deephoyer.weights import find_weights
+
+WEIGHINGS = ("alike", "size")
 
 
 class Regularizer:
@@ -27,6 +29,8 @@ class Regularizer:
     `groups` may join several kinds with `+`; `strength` is a number, a schedule from
     `deephoyer.strength`, any callable of the step, or one of these for each kind of group. `backend`
     says how the gradient is computed (see `deephoyer.kernels`); it changes the speed, not the numbers.
+    `weigh="size"` multiplies the strength of every unit by what the size of its groups takes away from the
+    pull on a single weight: the channels of a residual stream are then as hard pressed as those of a block.
 
     >>> model = nn.Linear(4, 3)
     >>> reg = Regularizer(model, "hoyer-square", "filters+channels", strength={"filters": 1e-4, "channels": 2e-4})
@@ -43,7 +47,10 @@ class Regularizer:
         strength: Any = 1e-4,
         select: str | Iterable[str] | None = None,
         backend: str = "auto",
+        weigh: str = "alike",
     ):
+        if weigh not in WEIGHINGS:
+            raise unknown("way to weigh groups", weigh, WEIGHINGS)
         self.penalty = PENALTIES.make(penalty)
         if not isinstance(self.penalty, Penalty):
             raise UserError(f"penalty: {penalty!r} is neither a penalty nor the name of one; HoyerSquare() is.")
@@ -52,17 +59,19 @@ class Regularizer:
         self.schedules = _schedules(strength, [g.name for g in chosen])
         self.steps = 0
         self.terms: list[Term] = []
-        self._scales = {grouping.name: Scale() for grouping in chosen}
-        for grouping in chosen:
-            for unit in grouping.units(weights):
-                self.terms.append(Term(grouping.name, unit, self.penalty, self._scales[grouping.name]))
-        if not self.terms:
+        self._scales: dict[tuple[str, float], Scale] = {}
+        found = [(grouping.name, unit) for grouping in chosen for unit in grouping.units(weights)]
+        if not found:
             raise UserError(f"groups: {groups!r} makes no group of any selected parameter.")
+        factors = _factors(self.penalty, [unit for _, unit in found]) if weigh == "size" else [1.0] * len(found)
+        for (kind, unit), factor in zip(found, factors, strict=True):
+            scale = self._scales.setdefault((kind, factor), Scale())
+            self.terms.append(Term(kind, unit, self.penalty, scale))
         self._handles: list[Any] = []
         self._backend = choose(self.terms, backend)
         self._backend_name = backend
         for term in self.terms:
-            self._scales[term.kind].beside(term.unit.tensors[0])  # now, not while a graph may be captured
+            term.strength.beside(term.unit.tensors[0])  # now, not while a graph may be captured
         self._rescale()
 
     # The penalty and its gradient
@@ -96,8 +105,9 @@ class Regularizer:
         return all(strengths.settled(s, self.steps) for s in self.schedules.values())
 
     def _rescale(self) -> None:
-        for kind, schedule in self.schedules.items():
-            self._scales[kind].set(not_negative(schedule(self.steps), f"strength of {kind}"))
+        now = {k: not_negative(s(self.steps), f"strength of {k}") for k, s in self.schedules.items()}
+        for (kind, factor), scale in self._scales.items():
+            scale.set(now[kind] * factor)
 
     # In somebody's training loop
 
@@ -217,6 +227,17 @@ def _schedules(strength: Any, kinds: list[str]) -> dict[str, strengths.Schedule]
     if missing:
         raise UserError(f"strength: {missing[0]!r} has none; give one for each of {', '.join(kinds)}.")
     return {kind: strengths.schedule(strength[kind]) for kind in kinds}
+
+
+def _factors(penalty: Penalty, units: list[Unit]) -> list[float]:
+    """By how much more each unit is regularized: 1 for the one with the smallest groups.
+
+    The pull on a weight w is p'(r) · w / r, and r grows with the root of the size. A penalty that is blind to
+    scale has a slope p' that falls as 1 / r on top of that.
+    """
+    sizes = [unit.sizes().double().mean().item() for unit in units]
+    power = 1.0 if isinstance(penalty, ScaleFree) else 0.5
+    return [(size / min(sizes)) ** power for size in sizes]
 
 
 def _unit_stats(term: Term) -> dict[str, float]:

@@ -50,29 +50,50 @@ def _stay(score: Tensor, threshold: float) -> Verdict:
 
 
 @dataclass(frozen=True)
-class Absolute(Rule):
-    """groups whose weights are smaller than a number go"""
+class Threshold(Rule):
+    """A rule with one number that is multiplied by a scale of each unit: the larger, the more groups go."""
 
     value: float
 
     def __post_init__(self) -> None:
-        not_negative(self.value, "rule absolute: the value")
+        not_negative(self.value, f"rule {self.title()}: the value")
+
+    @staticmethod
+    def title() -> str:
+        raise NotImplementedError
+
+    @staticmethod
+    def scale(s: Scores) -> float:
+        raise NotImplementedError
 
     def judge(self, scores: Sequence[Scores]) -> list[Verdict]:
-        return [_stay(s.score, self.value) for s in scores]
+        return [_stay(s.score, self.value * self.scale(s)) for s in scores]
 
 
 @dataclass(frozen=True)
-class StdRatio(Rule):
+class Absolute(Threshold):
+    """groups whose weights are smaller than a number go"""
+
+    @staticmethod
+    def title() -> str:
+        return "absolute"
+
+    @staticmethod
+    def scale(s: Scores) -> float:
+        return 1.0
+
+
+@dataclass(frozen=True)
+class StdRatio(Threshold):
     """groups whose weights are smaller than a multiple of the layer's standard deviation go"""
 
-    value: float
+    @staticmethod
+    def title() -> str:
+        return "std-ratio"
 
-    def __post_init__(self) -> None:
-        not_negative(self.value, "rule std-ratio: the value")
-
-    def judge(self, scores: Sequence[Scores]) -> list[Verdict]:
-        return [_stay(s.score, self.value * s.std) for s in scores]
+    @staticmethod
+    def scale(s: Scores) -> float:
+        return s.std
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ DIGESTS = {
 # Of the 50,000 training images in [0, 1], a channel each.
 MEAN = (0.49139967861920936, 0.48215840840079704, 0.446530914459704)
 STD = (0.24703223245050313, 0.24348512800288716, 0.2615878417317208)
-_HOW = "`deephoyer data cifar10` fetches it; `deephoyer data cifar10 FOLDER` takes a folder or archive you have"
+_HOW = "`deephoyer data cifar10` fetches it; `deephoyer data cifar10 --from PATH` takes a folder or archive you have"
 
 
 def cifar10(normalize: bool = True, limit: int | None = None, folder: str | None = None) -> Dataset:

@@ -70,7 +70,7 @@ def from_network(say: Callable[[str], None]) -> Files:
                 reasons.append(f"{what} ({_line(why)})")
     raise UserError(
         f"cifar10: could not be fetched: {'; '.join(reasons)}. "
-        "`deephoyer data cifar10 FOLDER` takes a folder or archive you have."
+        "`deephoyer data cifar10 --from PATH` takes a folder or archive you have."
     )
 
 

@@ -75,7 +75,9 @@ def _read(path: Path) -> bytes:
         data = path.read_bytes()
     except OSError as why:
         raise UserError(f"{path}: can't be read: {why.strerror or why}.") from None
-    if data[:4] == b"PK\x03\x04" or (data[:1] == b"\x80" and data[1:2] in b"\x02\x03\x04\x05"):
+    # The first bytes of a safetensors file are its header's length, which may look like a pickle's beginning.
+    header = data[_LENGTH : _LENGTH + 1] == b"{"
+    if not header and (data[:4] == b"PK\x03\x04" or (data[:1] == b"\x80" and data[1:2] in b"\x02\x03\x04\x05")):
         raise UserError(
             f"{path} is a pickle (.pt, .pth), which can run code when it is opened: deephoyer reads safetensors only. "
             "Load it yourself with torch.load(..., weights_only=True), then deephoyer.save it."

@@ -15,7 +15,7 @@ from deephoyer.errors import UserError, unknown
 if TYPE_CHECKING:
     from deephoyer.report.record import Record
 
-RESULTS, FIGURES = Path("results"), ("contours", "descent", "histograms", "front")
+RESULTS, FIGURES = Path("results"), ("contours", "descent", "histograms", "front", "cifar")
 ResultsFolder = Annotated[Path, typer.Option("--results", help="the folder of records")]
 
 
@@ -98,6 +98,8 @@ def figure(
 
     if name == "histograms" and run is not None:
         drawn = {f"histograms-{figures.model_of(run)}": figures.histograms(run)}
+    elif name == "cifar":
+        drawn = {"cifar": figures.cifar(_records(results))}
     elif name == "front":
         records = _records(results)
         drawn = {"front": figures.front(records)}

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from deephoyer import data as datasets
 from deephoyer import models
 from deephoyer.counting import count, structure
-from deephoyer.report.record import Layer, Measured, Total
+from deephoyer.report.record import Compacted, Layer, Measured, Total
+from deephoyer.structure import compact
 from deephoyer.train.schema import named
 
 BATCH = 200  # what a convolution's output of this many images takes fits into a core's cache
@@ -28,13 +29,17 @@ def build(recipe: Mapping[str, Any]) -> nn.Module:
     return models.make(settings.pop("choice"), **settings)
 
 
-def measure(model: nn.Module, recipe: Mapping[str, Any]) -> Measured:
-    """How many test images of the recipe's data the network gets right, and what is left of it."""
+def measure(model: nn.Module, recipe: Mapping[str, Any], compacted: bool = True) -> Measured:
+    """How many test images of the recipe's data the network gets right, and what is left of it.
+
+    With `compacted`, what is dead is taken out first, and the images are shown to what is left.
+    """
     x, y = _test_set(json.dumps(named(recipe["data"]), sort_keys=True))
     model = model.float().cpu().eval()
     rows, total = count(model, x[:1])
+    small = compact(model, x[:2]) if compacted else None
     return Measured(
-        right=_right(model, x, y),
+        right=_right(model if small is None else small, x, y),
         images=len(x),
         structure=structure(rows),
         total=Total(
@@ -45,8 +50,14 @@ def measure(model: nn.Module, recipe: Mapping[str, Any]) -> Measured:
             macs_paper=total.macs_paper or 0,
             macs_there=total.macs_there or 0,
         ),
+        compact=None if small is None else _compacted(small, x[:1]),
         layers=tuple(Layer(**{field: getattr(row, field) for field in Layer.model_fields}) for row in rows),
     )
+
+
+def _compacted(small: nn.Module, example: Tensor) -> Compacted:
+    total = count(small, example)[1]
+    return Compacted(macs=total.macs_there or 0, parameters=total.parameters)
 
 
 @torch.inference_mode()

@@ -14,6 +14,7 @@ from deephoyer.report import record as records
 from deephoyer.report.measure import build, measure
 from deephoyer.report.origin import origin
 from deephoyer.report.record import WEIGHTS, Measured, Record, WeightsFile
+from deephoyer.report.timing import timings
 from deephoyer.train import checkpoint
 from deephoyer.train.folder import RunFolder
 from deephoyer.train.recipe import folder_name
@@ -45,7 +46,7 @@ def publish(
     content = recipe.model_dump(mode="json", exclude_none=True)
     model = build(content)
     checkpoint.fill(model, folder / "finetuned.safetensors", str(folder.path))
-    measured = measure(model, content)
+    measured = measure(model, content, "compact" in summary)
     _agree(folder, summary, measured)
     place.mkdir(parents=True, exist_ok=True)
     command = records.command(base, overrides)
@@ -59,7 +60,9 @@ def publish(
         protocol=recipe.select,
         selected=summary["selected"],
         accuracy=summary["accuracy"],
+        prune_value=summary.get("prune_value"),
         measured=measured,
+        latency=timings(summary, model, content),
         weights=described(place / WEIGHTS),
         seconds=summary["seconds"],
         environment=summary["environment"],

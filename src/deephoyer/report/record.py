@@ -51,18 +51,39 @@ class Total(_Part):
     macs_there: int
 
 
+class Compacted(_Part):
+    """The network that is left when all that is dead is physically taken out."""
+
+    macs: int
+    parameters: int
+
+
 class Measured(_Part):
-    """What anyone can measure again from the weights: images of the test set that are right, and counts."""
+    """What anyone can measure again from the weights: images of the test set that are right, and counts.
+
+    Where there is a `compact`, it is the compacted network that was shown the images.
+    """
 
     right: int = Field(ge=0)
     images: int = Field(ge=1)
     structure: str | None
     total: Total
+    compact: Compacted | None = None
     layers: tuple[Layer, ...]
 
     @property
     def accuracy(self) -> float:
         return self.right / self.images
+
+
+class Timing(_Part):
+    """Median milliseconds a batch of the dense and the compacted network, measured in turns on one device."""
+
+    device: str
+    name: str
+    batch: int
+    dense_ms: float
+    ms: float
 
 
 class WeightsFile(_Part):
@@ -88,7 +109,9 @@ class Record(_Part):
     protocol: Literal["held-out", "test-best"]
     selected: dict[str, int]
     accuracy: dict[str, float]
+    prune_value: float | None = None
     measured: Measured
+    latency: tuple[Timing, ...] = ()
     weights: WeightsFile
     seconds: dict[str, float]
     environment: dict[str, Any]

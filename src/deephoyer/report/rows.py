@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from deephoyer.errors import unknown
 from deephoyer.report import published
 from deephoyer.report.published import Reported
 from deephoyer.report.record import Record, command
@@ -63,12 +62,6 @@ METHODS = {
     "group-hs-coupled": "Group-HS, coupled",
 }
 """What our recipes are called in the paper's words; others go by their own names."""
-
-
-def kind_called(name: str) -> Kind:
-    if name not in KINDS:
-        raise unknown("table", name, KINDS)
-    return KINDS[name]
 
 
 @dataclass(frozen=True)

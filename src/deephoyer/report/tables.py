@@ -1,17 +1,22 @@
 """The tables, as Markdown: what others reported and what we measured, side by side and told apart.
 
 `table` gives one of the paper's four MNIST tables, with the front and the ablations of the same network
-below it. All numbers of ours come from records; nothing is typed here.
+below it; those of CIFAR-10 look otherwise and are in `cifar.py`. All numbers of ours come from records;
+nothing is typed here.
 """
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Sequence
 
+from deephoyer.errors import unknown
+from deephoyer.report import cifar
+from deephoyer.report.cells import accuracy, grid, spread
 from deephoyer.report.published import NOT_SAID, Reported
 from deephoyer.report.record import Record
-from deephoyer.report.rows import Kind, Row, in_table, is_ablation, kind_called, on_front, rows
+from deephoyer.report.rows import KINDS, Kind, Row, in_table, is_ablation, on_front, rows
+
+NAMES = (*KINDS, *cifar.KINDS)
 
 
 def table(name: str, records: Iterable[Record]) -> str:
@@ -20,7 +25,11 @@ def table(name: str, records: Iterable[Record]) -> str:
     >>> table("lenet-5-structure", []).splitlines()[0]
     '## LeNet-5, structure'
     """
-    kind = kind_called(name)
+    if name not in NAMES:
+        raise unknown("table", name, NAMES)
+    if name in cifar.KINDS:
+        return cifar.table(name, records)
+    kind = KINDS[name]
     every = rows(records, kind)
     parts = [f"## {kind.title}", _intro(kind), _main(kind, [r for r in every if in_table(r)])]
     parts += [_again([r for r in every if in_table(r)])]
@@ -128,28 +137,3 @@ def _ablated(row: Row) -> str:
 def _point(row: Row, title: str | None = None) -> list[str]:
     seeds = str(len(row.records))
     return [title or row.method, f"`{row.recipe}`", row.protocol, seeds, accuracy(row), spread(row.sizes)]
-
-
-# Cells
-
-
-def spread(values: Sequence[float]) -> str:
-    """Mean ± sample standard deviation.
-
-    >>> spread([4600, 4700])
-    '4,650 ± 71'
-    """
-    mean = f"{statistics.fmean(values):,.0f}"
-    return f"{mean} ± {statistics.stdev(values):,.0f}" if len(values) > 1 else mean
-
-
-def accuracy(row: Row) -> str:
-    mean = f"{100 * row.accuracy:.2f}"
-    return f"{mean} ± {100 * statistics.stdev(row.accuracies):.2f}" if len(row.records) > 1 else mean
-
-
-def grid(titles: Sequence[str], lines: Sequence[Sequence[str]], text: int) -> str:
-    """A Markdown table; the first `text` columns are words, the others numbers."""
-    bars = ["---" if i < text else "---:" for i in range(len(titles))]
-    cells = [[cell.replace("|", "\\|") for cell in line] for line in (titles, bars, *lines)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in cells)

@@ -37,6 +37,8 @@ class Outcome:
         word = "FAILED" if self.differences else "ok"
         m = self.measured
         found = "" if m is None else f": {m.accuracy:.2%}, {m.total.nonzeros:,} nonzeros, {m.total.macs_paper:,} MACs"
+        if m is not None and m.compact is not None:
+            found += f", {m.compact.macs:,} executed"
         shape = f", {m.structure}" if m is not None and m.structure else ""
         return f"{word:6} {self.folder}{found}{shape}"
 
@@ -58,7 +60,7 @@ def check(folder: Path) -> Outcome:
         if file != record.weights:
             outcome.differences.append(f"{WEIGHTS} is not the file that was published: its sha256 is {file.sha256}")
         model = load(folder / WEIGHTS, build(record.recipe))
-        outcome.measured = measure(model, record.recipe)
+        outcome.measured = measure(model, record.recipe, record.measured.compact is not None)
         outcome.differences += compare(record.measured, outcome.measured)
         outcome.differences += _command(record)
     except UserError as why:
@@ -74,6 +76,8 @@ def compare(said: Measured, found: Measured) -> list[str]:
     if said.structure != found.structure:
         lines.append(_line("structure", said.structure, found.structure))
     lines += _fields("total", said.total, found.total)
+    if said.compact is not None:
+        lines += _fields("compact", said.compact, found.compact)
     ours, theirs = ({layer.name: layer for layer in m.layers} for m in (said, found))
     if list(ours) != list(theirs):
         return [*lines, _line("layers", " ".join(ours), " ".join(theirs))]

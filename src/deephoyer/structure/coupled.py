@@ -23,7 +23,7 @@ from deephoyer.structure.inputs import one_sample
 from deephoyer.structure.layers import by_blocks, kind_of
 from deephoyer.structure.numbers import READINGS
 from deephoyer.structure.verify import Differs, same
-from deephoyer.weights import Weight
+from deephoyer.weights import LAYERS, Weight
 
 
 class Coupled(Grouping):
@@ -47,18 +47,28 @@ class Coupled(Grouping):
         return self._wired.sets()
 
     def units(self, weights: Sequence[Weight] = ()) -> list[Unit]:
-        """One unit for each removable set. Biases and norms belong to it, so `weights` are not asked.
+        """One unit for each removable set whose layers are all among `weights`; all sets where none are given.
 
-        A set with a frozen parameter can't vanish and is left out.
+        Biases and norms belong to their layers and are not asked for. A set with a frozen parameter can't
+        vanish and is left out.
         """
+        meant = {id(weight.tensor) for weight in weights}
         units: list[Unit] = []
         for one in self.sets:
             parts = [] if one.reason else self._parts(one)
-            if parts and all(p.tensor.requires_grad for p in parts):
+            if parts and all(p.tensor.requires_grad for p in parts) and self._all_of(parts, meant):
                 units.append(SliceUnit(one.name, parts, count=len(one.channels)))
         if not units:
-            raise UserError("coupled: no channel of this model can be removed; `Coupled.sets` says why.")
+            raise UserError(
+                "coupled: no channel of this model can be removed; `Coupled.sets` says why. "
+                "With select=, all layers that a channel runs through must be selected."
+            )
         return units
+
+    def _all_of(self, parts: Sequence[Slices], meant: set[int]) -> bool:
+        """A channel that runs through a layer which is to be left alone must stay."""
+        layers = {id(m.weight) for m in self.model.modules() if isinstance(m, LAYERS)}
+        return not meant or all(id(p.tensor) in meant for p in parts if id(p.tensor) in layers)
 
     def _parts(self, one: ChannelSet) -> list[Slices]:
         group = torch.full((self._wired.count,), -1)

@@ -13,6 +13,7 @@ from typing import Any
 
 import safetensors
 import safetensors.torch
+import torch
 from torch import Tensor, nn
 
 from deephoyer.errors import UserError
@@ -68,13 +69,21 @@ def flatten(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]
     return tensors, {name: value for name, value in every.items() if name not in tensors}
 
 
-def unflatten(tensors: Mapping[str, Tensor], rest: Mapping[str, Any], fresh: Mapping[str, Any]) -> dict[str, Any]:
-    """The optimizer's state again; its hyperparameters are those of a `fresh` optimizer's state."""
+def refill(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> None:
+    """Gives a fresh optimizer the state that `flatten` took; its hyperparameters are its own.
+
+    So a run may go on where steps are captured and where they are not, on any device.
+    """
     state: dict[int, dict[str, Any]] = {}
     for name, value in (*tensors.items(), *rest.items()):
         index, _, key = name.partition(".")
         state.setdefault(int(index), {})[key] = value
-    return {"state": state, "param_groups": fresh["param_groups"]}
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    for parameter, of in optimizer.state.items():
+        for key, value in of.items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
+                # A file has lost the memory format, and fused optimizers go through memory in its order.
+                of[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def write_weights(path: Path, model: nn.Module) -> None:

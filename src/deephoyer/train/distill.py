@@ -1,7 +1,8 @@
-"""Learning from trained networks: the mean of their softened predictions, kept in a table.
+"""Learning from trained networks: the mean of their softened predictions, in the place of labels.
 
-Shifts and flips are few, so the teachers are asked once for every image in every position and never
-again: a step then costs a look-up, and a captured step has no teacher in it.
+Where shifts and flips are few, the teachers are asked once for every image in every position, and a step
+costs a look-up. Where they are many, as for crops of photographs, they are asked for each batch in the
+step itself. Neither waits for the host, so both can be captured.
 """
 
 from __future__ import annotations
@@ -17,37 +18,58 @@ from deephoyer.data import Dataset
 from deephoyer.train.batches import moved
 from deephoyer.train.places import place
 
+MOST_PASSES = 30
+"""A table costs a pass over the training images for every position; beyond so many it does not pay."""
+
 
 class Teachers:
     """Gives the distillation loss of a batch; made before training starts."""
 
     def __init__(
-        self, teachers: Sequence[nn.Module], data: Dataset, reach: int, flips: bool, temperature: float, weight: float
+        self,
+        teachers: Sequence[nn.Module],
+        data: Dataset,
+        reach: int,
+        flips: bool,
+        temperature: float,
+        weight: float,
+        half: bool = False,
+        most_passes: int = MOST_PASSES,
     ):
-        self.reach, self.temperature, self.weight = reach, temperature, weight
-        self.flips = flips
+        self.teachers = [teacher.eval().requires_grad_(False) for teacher in teachers]
+        self.reach, self.temperature, self.weight, self.half = reach, temperature, weight, half
         steps = range(-reach, reach + 1)
-        places = itertools.product((False, True) if flips else (False,), steps, steps)
-        self.table = torch.stack([self._predict(teachers, data, *place) for place in places])
+        places = list(itertools.product((False, True) if flips else (False,), steps, steps))
+        self.table: Tensor | None = None
+        if len(places) <= most_passes:
+            self.table = torch.stack([self._everywhere(data, *spot) for spot in places])
 
-    @torch.inference_mode()
-    def _predict(self, teachers: Sequence[nn.Module], data: Dataset, flip: bool, rows: int, columns: int) -> Tensor:
+    def _everywhere(self, data: Dataset, flip: bool, rows: int, columns: int) -> Tensor:
+        """What the teachers say of all training images in one position."""
         means = []
         for x in data.train_x.split(2000):
             if self.reach:
                 x = moved(x, torch.tensor([[rows, columns]], device=x.device).expand(len(x), 2), self.reach)
-            x = data.floats(x.flip(3) if flip else x)
-            softened = [F.softmax(teacher.eval()(x).float() / self.temperature, 1) for teacher in teachers]
-            means.append(torch.stack(softened).mean(0))
+            means.append(self._ask(data.floats(x.flip(3) if flip else x), half=False))
         return torch.cat(means)
 
+    @torch.no_grad()
+    def _ask(self, x: Tensor, half: bool) -> Tensor:
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=half):
+            answers = [teacher(x) for teacher in self.teachers]
+        return torch.stack([F.softmax(answer.float() / self.temperature, 1) for answer in answers]).mean(0)
+
     def losses(
-        self, logits: Tensor, labels: Tensor, index: Tensor, shift: Tensor | None, flip: Tensor | None
+        self, logits: Tensor, labels: Tensor, x: Tensor, index: Tensor, shift: Tensor | None, flip: Tensor | None
     ) -> Tensor:
-        """For each image (1 − weight) × cross-entropy with the label + weight × T² × divergence from the teachers."""
+        """For each image (1 − weight) × cross-entropy with the label + weight × T² × divergence from the teachers.
+
+        `x` are the images as the network saw them: those of `index`, shifted and flipped.
+        """
+        if self.table is None:
+            asked = self._ask(x, self.half)
+        else:
+            asked = self.table[place(index, shift, flip, self.reach), index]
         softened = F.log_softmax(logits / self.temperature, 1)
-        far = (
-            F.kl_div(softened, self.table[place(index, shift, flip, self.reach), index], reduction="none").sum(1)
-            * self.temperature**2
-        )
+        far = F.kl_div(softened, asked, reduction="none").sum(1) * self.temperature**2
         return (1 - self.weight) * F.cross_entropy(logits, labels, reduction="none") + self.weight * far

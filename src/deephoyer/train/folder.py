@@ -73,7 +73,7 @@ class RunFolder:
         later = later[-1:] if round else later  # every stage but finetuning has been used
         mine, theirs = (r.model_dump(mode="json") for r in (wanted, have))
         for key in mine:
-            if mine[key] != theirs[key] and key not in later:
+            if mine[key] != theirs[key] and key not in later and key != "device":  # a run may move
                 raise UserError(
                     f"run folder {self.path}: made by another recipe ({_difference(key, theirs[key], mine[key])}). "
                     "Give another folder with --out, or delete this one."

@@ -38,5 +38,5 @@ class Objective:
         if self.teachers is None:
             losses = F.cross_entropy(found, y, reduction="none")
         else:
-            losses = self.teachers.losses(found, y, images, shifts, flips)
+            losses = self.teachers.losses(found, y, x, images, shifts, flips)
         return losses.view(index.shape).mean(-1)

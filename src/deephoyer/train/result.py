@@ -17,6 +17,8 @@ from deephoyer.summary import Summary, summary
 from deephoyer.train.run import Run
 
 FORMAT = "deephoyer-result-1"
+BATCHES = (1, 64, 256)
+"""Batch sizes at which the dense and the compacted network are timed."""
 
 
 def finish(run: Run) -> dict[str, Any]:
@@ -35,6 +37,8 @@ def finish(run: Run) -> dict[str, Any]:
         "seconds": {stage: round(s, 1) for stage, s in run.state.seconds.items()},
         "sparse": sparse,
     }
+    if run.state.prune_value is not None:
+        record["prune_value"] = run.state.prune_value
     origin = {"recipe": record["recipe"], "accuracy": run.state.accuracy, "protocol": run.recipe.select}
     stored = save(run.model, run.folder / "finetuned.safetensors", masks=run.masks, provenance=origin)
     files = record["files"] = {"finetuned.safetensors": stored}
@@ -54,7 +58,7 @@ def _compacted(run: Run, example: Tensor, origin: dict[str, Any], files: dict[st
     dense = run.fresh_model()
     before, after = (run.predictions(m, run.data.test_x) for m in (run.model, small))
     return {
-        "compact": summary(small, example, baseline=dense).to_json(),
+        "compact": summary(small, example, baseline=dense, batch_sizes=BATCHES).to_json(),
         "changed_predictions": int((before != after).sum()),
     }
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from deephoyer import data as datasets
-from deephoyer import models
+from deephoyer import models, targets
 from deephoyer.data import Dataset
 from deephoyer.errors import UserError
 from deephoyer.files import write_atomically
@@ -25,6 +25,7 @@ from deephoyer.groups import Grouping
 from deephoyer.masks import Masks, prune
 from deephoyer.penalties import PENALTIES
 from deephoyer.regularizer import Regularizer
+from deephoyer.rules import Rule
 from deephoyer.structure import Coupled
 from deephoyer.train import batches, checkpoint, environment
 from deephoyer.train.batches import Epoch
@@ -33,7 +34,7 @@ from deephoyer.train.folder import RunFolder
 from deephoyer.train.objective import Objective, logits
 from deephoyer.train.progress import Silent
 from deephoyer.train.rates import make_optimizer, rate_at, rates_in
-from deephoyer.train.schema import STAGES, Recipe, Regularize, Training, named
+from deephoyer.train.schema import STAGES, Prune, Recipe, Regularize, Target, Training, named
 from deephoyer.train.step import CapturedStep, PlainStep
 
 TITLES = {"pretrain": "dense", "regularize": "regularized", "prune": "pruned", "finetune": "finetuned"}
@@ -57,9 +58,18 @@ class State:
     accuracy: dict[str, float] = field(default_factory=dict)
     selected: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    prune_value: float | None = None
     metrics_size: int = 0
     regularizer: dict[str, Any] | None = None
     optimizer: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, content: Mapping[str, Any]) -> State:
+        """Of a checkpoint; what an older version did not write has its default."""
+        strange = [key for key in content if key not in {f.name for f in fields(cls)}]
+        if strange:
+            raise UserError(f"the checkpoint is of another version of deephoyer: it has {strange[0]!r} in it.")
+        return cls(**content)
 
 
 class Run:
@@ -96,7 +106,7 @@ class Run:
         """Builds everything, and takes up the newest checkpoint: returns its tensors."""
         found = checkpoint.newest(self.folder.checkpoints)
         if found:
-            self.state = State(**found[1])
+            self.state = State.read(found[1])
             for trouble in found[2]:
                 self.progress.note(f"{trouble} The one before it is used.")
         self.folder.check(self.recipe, self.state.stage, self.state.epoch, self.state.round)
@@ -151,8 +161,26 @@ class Run:
         self.close_stage(began)
 
     def prune(self) -> None:
-        rule = self.recipe.prune
-        self.masks = prune(self.model, rule.make(), self._groups(rule.groups), rule.select)
+        settings = self.recipe.prune
+        groups = self._groups(settings.groups)
+        rule = settings.make() if settings.target is None else self._aimed(settings, settings.target, groups)
+        self.masks = prune(self.model, rule, groups, settings.select)
+
+    def _aimed(self, settings: Prune, target: Target, groups: list[str | Grouping]) -> Rule:
+        """The rule with the value that meets the target; images that this run may select by decide on accuracy."""
+        example = self.data.floats(self.data.test_x[:1])
+        if target.macs is not None:
+            goal = targets.macs(self.model, example, target.macs)
+        elif target.density is not None:
+            goal = targets.density(self.model, target.density)
+        else:
+            least = self.accuracy(*self.watched) - target.drop if target.drop is not None else target.accuracy
+            assert least is not None
+            goal = targets.accuracy(lambda: self.accuracy(*self.watched), least)
+        found = targets.value_for(goal, self.model, settings.threshold(), groups, settings.select)
+        self.state.prune_value = found.value
+        self.progress.note(f"prune: {settings.rule} {found.value:.4g}, where {goal.name} is {found.number:.4g}")
+        return settings.threshold()(found.value)
 
     def take_checkpoint(self) -> None:
         checkpoint.fill(self.model, Path(self.recipe.pretrain.checkpoint or ""), "pretrain.checkpoint")
@@ -182,8 +210,7 @@ class Run:
         regularizer = self.make_regularizer(settings, steps) if isinstance(settings, Regularize) else None
         optimizer = make_optimizer(settings, self.model.parameters(), captured)
         if resumed or self.state.optimizer:
-            fresh = optimizer.state_dict()
-            optimizer.load_state_dict(checkpoint.unflatten(resumed, self.state.optimizer, fresh))
+            checkpoint.refill(optimizer, resumed, self.state.optimizer)
         if self.masks is not None:
             self.masks.hold(optimizer, self.model)
         teachers = self.make_teachers() if self.recipe.distill and stage != "pretrain" else None
@@ -286,10 +313,14 @@ class Run:
         for path in settings.checkpoints:
             teacher = models.make(**_renamed(named(settings.model))).to(self.device)
             checkpoint.fill(teacher, Path(path), "distill.checkpoints")
+            if self.recipe.channels_last:
+                teacher = teacher.to(memory_format=torch.channels_last)
             made.append(teacher)
-        self.progress.note(f"asks {len(made)} teachers for every image")
-        recipe = self.recipe
-        return Teachers(made, self.data, recipe.shift, recipe.flip, settings.temperature, settings.weight)
+        recipe, half = self.recipe, self.recipe.precision == "bfloat16"
+        teachers = Teachers(made, self.data, recipe.shift, recipe.flip, settings.temperature, settings.weight, half)
+        when = "each batch" if teachers.table is None else "every image"
+        self.progress.note(f"{'the teacher is' if len(made) == 1 else f'{len(made)} teachers are'} asked for {when}")
+        return teachers
 
     def captures(self) -> bool:
         return self.device.type == "cuda" and self.recipe.capture == "auto"
@@ -301,6 +332,7 @@ class Run:
             self._groups(settings.groups),
             settings.schedules(steps_an_epoch),
             settings.select,
+            weigh=settings.weigh,
         )
         if self.state.regularizer:
             made.load_state_dict(self.state.regularizer)

@@ -18,7 +18,7 @@ from deephoyer.data import DATASETS
 from deephoyer.errors import UserError, not_negative, unknown
 from deephoyer.groups import GROUPINGS
 from deephoyer.penalties import PENALTIES
-from deephoyer.rules import RULES, Rule
+from deephoyer.rules import RULES, Absolute, Rule, StdRatio, Threshold
 from deephoyer.strength import SCHEDULES
 
 STAGES = ("pretrain", "regularize", "prune", "finetune")
@@ -76,6 +76,7 @@ class Regularize(Training):
     penalty: str | dict[str, Any] = "hoyer-square"
     groups: str = "elements"
     strength: float | dict[str, float]
+    weigh: Literal["alike", "size"] = "alike"
     warmup: Warmup | None = None
     select: str | tuple[str, ...] | None = None
 
@@ -117,13 +118,29 @@ class Regularize(Training):
         return shape(self.strength, steps)
 
 
+class Target(_Part):
+    """How small, or how good, instead of a value: one of these, as a share."""
+
+    macs: float | None = Field(default=None, gt=0, le=1)
+    density: float | None = Field(default=None, gt=0, le=1)
+    accuracy: float | None = Field(default=None, ge=0, le=1)
+    drop: float | None = Field(default=None, ge=0, le=1)
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> Target:
+        if len(self.model_dump(exclude_none=True)) != 1:
+            raise UserError("a target is one of macs, density, accuracy and drop, like {macs: 0.4}.")
+        return self
+
+
 class Prune(_Part):
-    """A rule, by name, with its value (or `rules` a pattern, for per-layer)."""
+    """A rule, by name, with its value (or `rules` a pattern, for per-layer), or with a target that its value meets."""
 
     rule: str = "std-ratio"
     value: float | None = None
     scope: Literal["layer", "global"] | None = None
     rules: dict[str, dict[str, Any]] | None = None
+    target: Target | None = None
     groups: str = "elements"
     select: str | tuple[str, ...] | None = None
 
@@ -131,8 +148,20 @@ class Prune(_Part):
 
     @model_validator(mode="after")
     def _makes_a_rule(self) -> Prune:
-        self.make()
+        if self.target is None:
+            self.make()
+        elif self.value is not None:
+            raise UserError("give a value, or a target that finds one, not both.")
+        else:
+            self.threshold()
         return self
+
+    def threshold(self) -> type[Threshold]:
+        """The rule whose value a target finds."""
+        known = {kind.title(): kind for kind in (StdRatio, Absolute)}
+        if self.rule not in known:
+            raise unknown("rule with a value to be found", self.rule, known)
+        return known[self.rule]
 
     def make(self) -> Rule:
         settings = {
@@ -231,6 +260,7 @@ def type_at(path: list[str]) -> type[BaseModel]:
         "prune": Prune,
         "finetune": Training,
         "warmup": Warmup,
+        "target": Target,
         "distill": Distill,
     }
     for key in path:

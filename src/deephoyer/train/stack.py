@@ -251,8 +251,7 @@ class Lockstep:
             name: value if name.endswith(".step") else torch.stack([own[name] for own in resumed])
             for name, value in resumed[0].items()
         }
-        fresh = self.optimizer.state_dict()
-        self.optimizer.load_state_dict(checkpoint.unflatten(joined, self.lead.state.optimizer, fresh))
+        checkpoint.refill(self.optimizer, joined, self.lead.state.optimizer)
 
 
 def _place(run: Run) -> tuple[int, int, int]:

@@ -1,0 +1,30 @@
+"""What stands in a table's cells, and the Markdown around them."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from deephoyer.report.rows import Row
+
+
+def spread(values: Sequence[float]) -> str:
+    """Mean ± sample standard deviation.
+
+    >>> spread([4600, 4700])
+    '4,650 ± 71'
+    """
+    mean = f"{statistics.fmean(values):,.0f}"
+    return f"{mean} ± {statistics.stdev(values):,.0f}" if len(values) > 1 else mean
+
+
+def accuracy(row: Row) -> str:
+    mean = f"{100 * row.accuracy:.2f}"
+    return f"{mean} ± {100 * statistics.stdev(row.accuracies):.2f}" if len(row.records) > 1 else mean
+
+
+def grid(titles: Sequence[str], lines: Sequence[Sequence[str]], text: int) -> str:
+    """A Markdown table; the first `text` columns are words, the others numbers."""
+    bars = ["---" if i < text else "---:" for i in range(len(titles))]
+    cells = [[cell.replace("|", "\\|") for cell in line] for line in (titles, bars, *lines)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in cells)

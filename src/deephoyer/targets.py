@@ -1,0 +1,138 @@
+"""How small instead of which threshold: the value of a rule at which a network is as small, or as good, as asked.
+
+A larger value removes all that a smaller one does, so the network only shrinks along the values at which
+a group goes, and halving their list finds the one that is wanted. Every try prunes the network itself,
+measures it and puts the weights back. What to do with the value is the caller's.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from deephoyer.counting import count
+from deephoyer.errors import UserError
+from deephoyer.groups import Grouping
+from deephoyer.inference import Examples
+from deephoyer.masks import Empties, prune, scored
+from deephoyer.rules import Threshold
+from deephoyer.structure import Coupled, compact
+
+Groups = str | Grouping | Iterable[str | Grouping]
+Select = str | Sequence[str] | None
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A number that is measured after pruning, and its bound: sizes stay at or under it, accuracies at or over."""
+
+    name: str
+    measure: Callable[[], float]
+    bound: float
+    is_size: bool = True
+
+    def kept(self, number: float) -> bool:
+        return number <= self.bound if self.is_size else number >= self.bound
+
+
+@dataclass(frozen=True)
+class Found:
+    """The value of the rule, and what was measured with it."""
+
+    value: float
+    number: float
+
+
+def value_for(
+    goal: Goal, model: nn.Module, rule: type[Threshold], groups: Groups = "elements", select: Select = None
+) -> Found:
+    """Of sizes the first value that keeps the bound, of accuracies the last one; the model is left as it was.
+
+    No layer is ever emptied: values that would do that are not tried.
+
+    >>> from deephoyer.rules import Absolute
+    >>> net = nn.Linear(10, 10)
+    >>> value_for(density(net, 0.2), net, Absolute).number
+    0.2
+    """
+    groups = groups if isinstance(groups, str | Grouping) else list(groups)
+    tries = _Tries(goal, model, rule, groups, select)
+    values = borders(model, rule, groups, select)
+    values = values[: bisect_left(values, True, key=tries.empties)]
+    if goal.is_size:
+        place = bisect_left(values, True, key=lambda v: goal.kept(tries.number(v)))
+    else:
+        place = bisect_left(values, True, key=lambda v: not goal.kept(tries.number(v))) - 1
+    if not 0 <= place < len(values):
+        end, where = (values[-1], "no layer may be emptied") if goal.is_size else (values[0], "nothing is pruned yet")
+        raise UserError(
+            f"prune.target: {goal.name} can't be {goal.bound:.4g}: it is {tries.number(end):.4g} "
+            f"at {rule.title()} {end:.4g}, where {where}."
+        )
+    return Found(values[place], tries.number(values[place]))
+
+
+def borders(model: nn.Module, rule: type[Threshold], groups: Groups, select: Select = None) -> list[float]:
+    """The values between which the rule's verdict changes: 0, and then one for each group that goes."""
+    _, scores = scored(model, groups, select)
+    ratios = [s.score.double().cpu() / rule.scale(s) for s in scores if rule.scale(s) > 0]
+    alive = torch.cat(ratios).unique()
+    alive = alive[alive > 0]
+    return [0.0, *((alive[1:] + alive[:-1]) / 2).tolist()]
+
+
+class _Tries:
+    """Prunes with a value, measures, and puts the weights back; nothing is measured twice."""
+
+    def __init__(self, goal: Goal, model: nn.Module, rule: type[Threshold], groups: Groups, select: Select):
+        self.goal, self.model, self.rule, self.groups, self.select = goal, model, rule, groups, select
+        self.seen: dict[float, float] = {}
+
+    def empties(self, value: float) -> bool:
+        """Whether nothing would be left of a layer."""
+        return self._pruned(value, lambda: 0.0) is None
+
+    def number(self, value: float) -> float:
+        if value not in self.seen:
+            number = self._pruned(value, self.goal.measure)
+            assert number is not None, "values that empty a layer were left out"
+            self.seen[value] = number
+        return self.seen[value]
+
+    def _pruned(self, value: float, measure: Callable[[], float]) -> float | None:
+        before = {name: tensor.detach().clone() for name, tensor in self.model.named_parameters()}
+        try:
+            prune(self.model, self.rule(value), self.groups, self.select)
+            return measure()
+        except Empties:
+            return None
+        finally:
+            with torch.no_grad():
+                for name, tensor in self.model.named_parameters():
+                    tensor.copy_(before[name])
+
+
+def macs(model: nn.Module, examples: Examples, share: float, groups: Coupled | None = None) -> Goal:
+    """The multiply-accumulates that are left after compaction, as a share of the model's as it stands now."""
+    dense = count(model, examples)[1].macs_there or 1
+    graph = groups or Coupled(model, examples)
+
+    def left() -> float:
+        return (count(compact(model, examples, groups=graph), examples)[1].macs_there or 0) / dense
+
+    return Goal("the share of the MACs left", left, share)
+
+
+def density(model: nn.Module, share: float) -> Goal:
+    """The share of the layers' weights that are not zero."""
+    return Goal("the share of the weights left", lambda: count(model)[1].density, share)
+
+
+def accuracy(measure: Callable[[], float], least: float) -> Goal:
+    """The accuracy right after pruning, measured by the caller's own means."""
+    rounding = 1e-9  # 0.93 − 0.005 is a little more than 0.925
+    return Goal("the accuracy", measure, least - rounding, is_size=False)

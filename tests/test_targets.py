@@ -1,0 +1,151 @@
+"""Targets: the value of a rule that leaves a network as small, or as accurate, as a recipe says."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import deephoyer as dh
+from deephoyer import models, targets
+from deephoyer.counting import count
+from deephoyer.report import publish, record
+from deephoyer.rules import Absolute, StdRatio
+from deephoyer.train import recipe
+from deephoyer.train.result import finish
+from deephoyer.train.run import Run
+
+X = torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+
+
+def uneven(name="resnet-20"):
+    """A network whose coupled channels are of many sizes."""
+    torch.manual_seed(0)
+    model = models.make(name)
+    coupled = dh.Coupled(model, X)
+    with torch.no_grad():
+        for unit in coupled.units():
+            scale = torch.rand(unit.count) ** 3 + 0.01
+            for tensor, factor in zip(unit.tensors, unit.spread(scale.log()), strict=True):
+                tensor.mul_(factor.exp())
+    return model, coupled
+
+
+@pytest.mark.parametrize("rule", [StdRatio, Absolute])
+@pytest.mark.parametrize("share", [0.7, 0.4, 0.15])
+def test_the_macs_that_compaction_leaves_are_the_target_and_one_group_more_would_be_over_it(rule, share):
+    model, coupled = uneven()
+    dense = count(model, X)[1].macs_there
+    found = targets.value_for(targets.macs(model, X, share, coupled), model, rule, coupled)
+    values = targets.borders(model, rule, coupled)
+    one_less = values[values.index(found.value) - 1]
+
+    def left(value):
+        other, groups = uneven()
+        dh.prune(other, rule(value), groups)
+        return count(dh.compact(other, X), X)[1].macs_there / dense
+
+    assert left(found.value) == found.number <= share < left(one_less)
+    assert found.number > share - 0.05
+
+
+def test_a_search_leaves_the_network_as_it_was():
+    model, coupled = uneven()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    targets.value_for(targets.macs(model, X, 0.5, coupled), model, StdRatio, coupled)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_macs_the_papers_way_and_executed_are_the_same_after_coupled_pruning():
+    model, coupled = uneven()
+    found = targets.value_for(targets.macs(model, X, 0.4, coupled), model, StdRatio, coupled)
+    dh.prune(model, StdRatio(found.value), coupled)
+    assert count(model, X)[1].macs_paper == count(dh.compact(model, X), X)[1].macs_there
+
+
+def test_single_weights_can_be_aimed_at_to_one():
+    model = models.make("lenet-5")
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+    goal = targets.density(model, 0.01)
+    found = targets.value_for(goal, model, StdRatio)
+    masks = dh.prune(model, StdRatio(found.value))
+    assert sum(c.left for c in masks.counts().values()) == 4305 and found.number == 0.01
+
+
+def test_the_last_value_that_keeps_the_accuracy_is_taken():
+    model = torch.nn.Linear(100, 1)
+    with torch.no_grad():
+        model.weight.copy_(torch.arange(1.0, 101.0))
+    share = lambda: 0.5 + 0.5 * float((model.weight != 0).float().mean())  # noqa: E731
+    found = targets.value_for(targets.accuracy(share, 0.9), model, Absolute)
+    assert found.value == 20.5 and found.number == pytest.approx(0.9)
+
+
+def test_a_target_beyond_reach_says_how_far_it_came():
+    model, coupled = uneven()
+    with pytest.raises(dh.UserError, match=r"can't be 1e-06: it is 0\.\d+ at std-ratio .* no layer may be emptied"):
+        targets.value_for(targets.macs(model, X, 1e-6, coupled), model, StdRatio, coupled)
+    with pytest.raises(dh.UserError, match=r"it is 0\.5 at absolute 0, where nothing is pruned yet"):
+        targets.value_for(targets.accuracy(lambda: 0.5, 0.9), model, Absolute, coupled)
+
+
+def test_a_deep_network_is_measured_a_dozen_times_for_its_thousands_of_groups():
+    model, coupled = uneven("resnet-110")
+    goal = targets.macs(model, X, 0.4, coupled)
+    tries = []
+
+    def counted():
+        tries.append(goal.measure())
+        return tries[-1]
+
+    found = targets.value_for(dataclasses.replace(goal, measure=counted), model, StdRatio, coupled)
+    assert found.number <= 0.4 and len(tries) <= 13 and len(targets.borders(model, StdRatio, coupled)) > 2000
+
+
+TINY = [
+    "data={name: mnist, limit: 1000}",
+    "device=cpu",
+    "pretrain.epochs=2",
+    "regularize.epochs=1",
+    "finetune.epochs=1",
+    "prune.value=null",
+]
+
+
+def run(folder, *changes):
+    job = Run(recipe.read("demo", [*TINY, *changes]), folder).execute()
+    return job, finish(job)
+
+
+def test_a_run_with_a_target_meets_it_and_its_record_has_the_value(tmp_path):
+    job, summary = run(tmp_path / "run", "prune.target={density: 0.2}")
+    assert 0.1999 < summary["sparse"]["total"]["nonzeros"] / 266_200 <= 0.2
+    assert summary["prune_value"] == job.state.prune_value > 0
+    publish.publish(tmp_path / "run", tmp_path / "results" / "one")
+    made = record.read(tmp_path / "results" / "one")
+    assert made.prune_value == job.state.prune_value and "prune.target" in made.command
+
+
+@pytest.mark.parametrize("select", ["held-out", "test-best"])
+def test_a_run_may_lose_no_more_accuracy_than_it_is_allowed(tmp_path, select):
+    job, summary = run(tmp_path, "prune.target={drop: 0.02}", f"select={select}")
+    assert job.masks.density < 0.9
+    if select == "test-best":
+        assert summary["accuracy"]["pruned"] >= summary["accuracy"]["regularized"] - 0.02
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ("prune={rule: std-ratio, value: 0.1, target: {macs: 0.4}}", "not both"),
+        ("prune={rule: density, target: {macs: 0.4}}", "rule with a value to be found"),
+        ("prune={target: {macs: 0.4, drop: 0.1}}", "one of macs"),
+        ("prune={target: {}}", "one of macs"),
+        ("prune={target: {macs: 1.4}}", "less than or equal to 1"),
+        ("prune={target: {mac: 0.4}}", "macs"),
+    ],
+)
+def test_a_target_that_makes_no_sense_is_refused(change, told):
+    with pytest.raises(dh.UserError, match=told):
+        recipe.read("demo", [change])
