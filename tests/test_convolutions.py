@@ -6,6 +6,7 @@ They run on CUDA where there is one, and otherwise through Triton's interpreter,
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import os
 import subprocess
@@ -138,21 +139,22 @@ def test_the_convolutions_in_the_interpreter():
 @needs_cuda
 @pytest.mark.parametrize("cast", [False, True])
 def test_a_stacked_lenet_on_cuda_is_the_networks_side_by_side(cast):
+    torch.manual_seed(0)
     nets = [models.make("lenet-5").cuda() for _ in range(5)]
+    exact = [copy.deepcopy(net).double() for net in nets]
     x = torch.rand(5 * 7, 1, 28, 28, device="cuda")
-    expected = torch.cat([net(part) for net, part in zip(nets, x.split(7), strict=True)])
+    expected = torch.cat([net(part.double()) for net, part in zip(exact, x.split(7), strict=True)])
     expected.square().sum().backward()
-    grads = [{n: p.grad.clone() for n, p in net.named_parameters()} for net in nets]
     twin = stacked(nets)
     with torch.autocast("cuda", torch.bfloat16, enabled=cast):
         found = twin(x)
-    found.float().square().sum().backward()
-    slack = 5e-2 if cast else 1e-3  # cuDNN's own convolutions may use TF32
-    assert_near(found, expected.double().cpu(), slack)
+    found.double().square().sum().backward()
+    assert_near(found, expected.cpu(), 5e-2 if cast else 1e-4)
     for name, p in twin.named_parameters():
         assert p.grad.stride() == p.stride()
-        for i in range(5):
-            assert_near(p.grad[i], grads[i][name].double().cpu(), 2 * slack)
+        for grad, net in zip(p.grad, exact, strict=True):
+            # Rounded to bfloat16, another of four may be the largest.
+            assert_near(grad, net.get_parameter(name).grad.cpu(), 2e-1 if cast else 1e-3)
 
 
 @needs_cuda
