@@ -8,6 +8,7 @@ is in `stack.py`.
 from __future__ import annotations
 
 import copy
+import importlib.util
 from collections.abc import Sequence
 
 import torch
@@ -40,7 +41,10 @@ class StackedLinear(nn.Module):
 
 
 class StackedConv2d(nn.Module):
-    """`count` convolutions as one batched matrix product: cuDNN is slow at many small groups."""
+    """`count` convolutions as one batched matrix product: cuDNN is slow at many small groups.
+
+    On CUDA a kernel of our own reads the windows where they are; the plain path copies them.
+    """
 
     def __init__(self, layers: Sequence[nn.Conv2d]):
         super().__init__()
@@ -49,12 +53,16 @@ class StackedConv2d(nn.Module):
             raise UserError(f"stack: {first} can't be stacked; only plain convolutions can.")
         self.weight = _stack([layer.weight for layer in layers])
         self.bias = None if first.bias is None else _stack([layer.bias for layer in layers if layer.bias is not None])
-        self.stride, self.padding = first.stride, first.padding
+        self.stride, self.padding = first.stride, (first.padding[0], first.padding[1])
+        self.taps = first.kernel_size
 
     def forward(self, x: Tensor) -> Tensor:
         count, outputs, _, high, wide = self.weight.shape
-        if torch.is_autocast_enabled(x.device.type):  # before the windows are copied, which is most of the work
-            x = x.to(torch.get_autocast_dtype(x.device.type))
+        x = _cast(x)  # before the windows are copied, which is most of the work
+        if self._fits(x):
+            from deephoyer.kernels.convolutions import convolve
+
+            return convolve(x, self.weight, self.bias, self.padding)
         rows, columns = self.padding
         x = F.pad(x, (columns, columns, rows, rows)) if rows or columns else x
         windows = x.permute(0, 2, 3, 1).unfold(1, high, self.stride[0]).unfold(2, wide, self.stride[1])
@@ -65,6 +73,26 @@ class StackedConv2d(nn.Module):
         y = self._products(windows, weight)
         return y.view(images, height, width, outputs).permute(0, 3, 1, 2)
 
+    def pooled(self, x: Tensor) -> Tensor:
+        """max_pool2d(relu(…), 2) of what `forward` gives."""
+        x = _cast(x)
+        even = all((size + 2 * p - t) % 2 for size, p, t in zip(x.shape[2:], self.padding, self.taps, strict=True))
+        if even and self._fits(x):
+            from deephoyer.kernels.convolutions import convolve_and_pool
+
+            return convolve_and_pool(x, self.weight, self.bias, self.padding)
+        return F.max_pool2d(F.relu(self(x)), 2)
+
+    def _fits(self, x: Tensor) -> bool:
+        """Whether the kernel can: no strides, no row of padding alone, and 32 bits for places in a network's images."""
+        if not _kernels_take(x):
+            return False
+        count, outputs, channels, *_ = self.weight.shape
+        padded = [size + 2 * p for size, p in zip(x.shape[2:], self.padding, strict=True)]
+        size = len(x) // count * padded[0] * padded[1] * max(channels, outputs)
+        inner = all(p < tap <= long for p, tap, long in zip(self.padding, self.taps, padded, strict=True))
+        return self.stride == (1, 1) and inner and size < 2**31
+
     def _products(self, windows: Tensor, weight: Tensor) -> Tensor:
         """Windows × weight, each network in parts: so the weight's gradient, a sum over all windows, fills a GPU."""
         count, rows, _ = windows.shape
@@ -74,6 +102,19 @@ class StackedConv2d(nn.Module):
         if self.bias is None:
             return torch.bmm(windows, weight)
         return torch.baddbmm(self.bias.unsqueeze(1).repeat_interleave(parts, 0), windows, weight)
+
+
+def _cast(x: Tensor) -> Tensor:
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+
+
+def _kernels_take(x: Tensor) -> bool:
+    kinds = (torch.float32, torch.bfloat16, torch.float16)
+    return x.is_cuda and _HAS_TRITON and x.dtype in kinds and not torch.compiler.is_compiling()
+
+
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def _stack(parts: Sequence[Tensor]) -> nn.Parameter:
