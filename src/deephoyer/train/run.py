@@ -213,7 +213,7 @@ class Run:
             checkpoint.refill(optimizer, resumed, self.state.optimizer)
         if self.masks is not None:
             self.masks.hold(optimizer, self.model)
-        teachers = self.make_teachers() if self.recipe.distill and stage != "pretrain" else None
+        teachers = self.teachers if self.recipe.distill and stage != "pretrain" else None
         objective = Objective(self.model, self.data, self.recipe, teachers)
         step = (CapturedStep if captured else PlainStep)(objective, optimizer, regularizer, self.device)
         self.progress.stage(stage, settings.epochs, self.state.epoch)
@@ -306,7 +306,9 @@ class Run:
 
     # Parts of a step
 
-    def make_teachers(self) -> Teachers:
+    @cached_property
+    def teachers(self) -> Teachers:
+        """The teachers of the recipe, asked once for all stages where they answer from a table."""
         settings = self.recipe.distill
         assert settings is not None
         made = []

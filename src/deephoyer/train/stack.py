@@ -168,7 +168,7 @@ class Lockstep:
             self._take_up(resumed)
         if any(run.masks for run in team):
             Hold(self.optimizer, self._drops())
-        teachers = lead.make_teachers() if lead.recipe.distill and stage != "pretrain" else None
+        teachers = lead.teachers if lead.recipe.distill and stage != "pretrain" else None
         self.step = (CapturedStep if captured else PlainStep)(
             Objective(self.twin, lead.data, lead.recipe, teachers),
             self.optimizer,
