@@ -8,7 +8,7 @@ step itself. Neither waits for the host, so both can be captured.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -35,13 +35,18 @@ class Teachers:
         weight: float,
         half: bool = False,
         most_passes: int = MOST_PASSES,
+        say: Callable[[str], None] = lambda text: None,
     ):
         self.teachers = [teacher.eval().requires_grad_(False) for teacher in teachers]
         self.reach, self.temperature, self.weight, self.half = reach, temperature, weight, half
         steps = range(-reach, reach + 1)
         places = list(itertools.product((False, True) if flips else (False,), steps, steps))
+        who = "the teacher" if len(self.teachers) == 1 else f"{len(self.teachers)} teachers"
         self.table: Tensor | None = None
-        if len(places) <= most_passes:
+        if len(places) > most_passes:
+            say(f"asks {who} about each batch")
+        else:
+            say(f"asks {who} about every image in {len(places)} positions; on a CPU that may take minutes")
             self.table = torch.stack([self._everywhere(data, *spot) for spot in places])
 
     def _everywhere(self, data: Dataset, flip: bool, rows: int, columns: int) -> Tensor:

@@ -318,11 +318,11 @@ class Run:
             if self.recipe.channels_last:
                 teacher = teacher.to(memory_format=torch.channels_last)
             made.append(teacher)
-        recipe, half = self.recipe, self.recipe.precision == "bfloat16"
-        teachers = Teachers(made, self.data, recipe.shift, recipe.flip, settings.temperature, settings.weight, half)
-        when = "each batch" if teachers.table is None else "every image"
-        self.progress.note(f"{'the teacher is' if len(made) == 1 else f'{len(made)} teachers are'} asked for {when}")
-        return teachers
+        recipe = self.recipe
+        half, say = recipe.precision == "bfloat16", self.progress.note
+        return Teachers(
+            made, self.data, recipe.shift, recipe.flip, settings.temperature, settings.weight, half, say=say
+        )
 
     def captures(self) -> bool:
         return self.device.type == "cuda" and self.recipe.capture == "auto"
