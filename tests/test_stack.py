@@ -49,6 +49,12 @@ def test_padding_and_strides_are_the_convolutions_own():
     torch.testing.assert_close(stacked(nets)(x), expected)
 
 
+@pytest.mark.parametrize("other", [{"padding_mode": "circular"}, {"dilation": 2}])
+def test_a_convolution_that_is_not_plain_is_not_stacked(other):
+    with pytest.raises(UserError, match="only plain convolutions"):
+        stacked([nn.Sequential(nn.Conv2d(1, 1, 3, padding=1, **other)) for _ in range(2)])
+
+
 def test_a_network_with_batch_norm_is_not_stacked():
     with pytest.raises(UserError, match="BatchNorm2d"):
         stacked([nn.Sequential(nn.Conv2d(1, 1, 1), nn.BatchNorm2d(1)) for _ in range(2)])
@@ -73,6 +79,20 @@ def test_members_of_a_stack_end_as_they_would_alone(tmp_path, name):
         for stage in ("dense", "finetuned"):
             assert member.state.accuracy[stage] == pytest.approx(one.state.accuracy[stage], abs=0.01)
         assert [line["epoch"] for line in member.folder.metrics()] == [line["epoch"] for line in one.folder.metrics()]
+
+
+def test_members_are_watched_on_images_as_they_are_trained_on(tmp_path):
+    changes = ["data={name: mnist, limit: 600, normalize: true}", "finetune.epochs=0", "regularize.epochs=0"]
+    alone = run("lenet-300-100-hs", tmp_path / "alone", *changes).execute()
+    member = Stack([run("lenet-300-100-hs", tmp_path / "stacked", *changes)]).execute().runs[0]
+    one, other = ([line["held_out"] for line in r.folder.metrics()] for r in (alone, member))
+    assert other == pytest.approx(one, abs=0.02) and member.state.selected == alone.state.selected
+
+
+def test_a_team_that_failed_whole_is_not_trained_on(tmp_path):
+    stack = Stack([run("lenet-300-100-hs", tmp_path / name, "pretrain.lr=1e30") for name in "ab"]).execute()
+    assert len(stack.failed) == 2 and not stack.runs[0].folder.metrics()
+    assert all("loss is" in str(why) for why in stack.failed.values())
 
 
 def test_a_member_that_fails_leaves_the_others_alone(tmp_path):
@@ -108,8 +128,11 @@ def test_a_member_cut_off_in_a_stack_goes_on_alone(tmp_path, monkeypatch):
     with pytest.raises(Cut):
         cut.execute()
     monkeypatch.setattr(module.Lockstep, "_save", original)
+    before = cut.runs[1].state.seconds["regularize"]
+    assert before > 0
     first = run("lenet-300-100-hs", tmp_path / "cut0", "seed=0").execute()
     second = Stack([run("lenet-300-100-hs", tmp_path / "cut1", "seed=1")]).execute().runs[0]
+    assert second.state.seconds["regularize"] > before
     for member, expected in ((first, whole.runs[0]), (second, whole.runs[1])):
         for p, q in zip(member.model.parameters(), expected.model.parameters(), strict=True):
             assert torch.isclose(p, q, rtol=1e-2, atol=1e-3).float().mean() > 0.98

@@ -228,7 +228,7 @@ class Run:
 
     def _epoch(self, stage: str, settings: Training, epoch: int, step: PlainStep) -> dict[str, Any]:
         began = time.monotonic()
-        torch.manual_seed(self._seed(epoch))  # for dropout
+        torch.manual_seed(self.seed_of(epoch))  # for dropout
         drawn = self.draw(epoch)
         self.model.train()
         step.restart()
@@ -244,13 +244,14 @@ class Run:
         line = self.describe_epoch(settings, found.pop("loss") / len(drawn), right)
         return line | found | {"seconds": round(time.monotonic() - began, 3)}
 
-    def _seed(self, epoch: int) -> int:
+    def seed_of(self, epoch: int) -> int:
+        """The seed of all that is random in an epoch of this stage."""
         again = (self.state.round,) if self.state.round else ()
         return batches.seed_of(self.recipe.seed, self.state.stage, epoch, *again)
 
     def draw(self, epoch: int) -> Epoch:
         """The batches of an epoch of this stage: those drawn ahead, or new ones."""
-        seed, recipe = self._seed(epoch), self.recipe
+        seed, recipe = self.seed_of(epoch), self.recipe
         if self._ahead is None or self._ahead[0] != seed:
             made = batches.draw(self.pool, recipe.batch_size, recipe.shift, recipe.flip, seed)
             self._ahead = seed, made.to(self.device)

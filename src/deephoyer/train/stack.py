@@ -20,7 +20,7 @@ from deephoyer.masks import Hold
 from deephoyer.penalties import Penalty
 from deephoyer.regularizer import Regularizer
 from deephoyer.train import batches, checkpoint, environment
-from deephoyer.train.objective import Objective
+from deephoyer.train.objective import Objective, logits
 from deephoyer.train.rates import make_optimizer, rates_in
 from deephoyer.train.run import Run
 from deephoyer.train.schema import STAGES, Prune, Recipe, Regularize, Training
@@ -121,7 +121,7 @@ class Stack:
                 with self._excused(run):
                     run.take_checkpoint()
         else:
-            Lockstep(self, team, stage, resumed).train(began)
+            Lockstep(self, team, stage, resumed).train(began, spent)
         for run, before in zip(team, spent, strict=True):
             if run not in self.failed:
                 with self._excused(run):
@@ -177,13 +177,16 @@ class Lockstep:
             (len(team),),
         )
 
-    def train(self, began: float) -> None:
+    def train(self, began: float, spent: Sequence[float]) -> None:
+        """`spent` are the seconds that each member was in this stage before."""
         saved = time.monotonic()
         first, last = self.lead.state.epoch, self.settings.epochs
         for epoch in range(first, last):
             self._epoch(epoch)
-            for run in self.team:
-                run.state.seconds[self.stage] = time.monotonic() - began
+            if all(run in self.stack.failed for run in self.team):
+                return
+            for run, before in zip(self.team, spent, strict=True):
+                run.state.seconds[self.stage] = before + time.monotonic() - began
             if time.monotonic() - saved > SAVE_SECONDS and epoch + 1 < last:
                 self._save()
                 saved = time.monotonic()
@@ -194,12 +197,14 @@ class Lockstep:
 
     def _epoch(self, epoch: int) -> None:
         began = time.monotonic()
+        torch.manual_seed(self.lead.seed_of(epoch))  # for dropout
         drawn = self._draw(epoch)
         self.twin.train()
         self.step.restart()
         self.step.epoch(drawn, rates_in(self.settings, epoch, len(drawn)))
         x, y = self.lead.watched
-        right = count_right(self.twin, len(self.team), x, y)
+        self.twin.eval()
+        right = count_right(self._ask, len(self.team), x, y)
         if epoch + 1 < self.settings.epochs:
             for run in self._by_seed.values():
                 run.draw(epoch + 1)  # while the device is busy with this one
@@ -220,6 +225,9 @@ class Lockstep:
         """The batches of all members; those of one seed are drawn once."""
         drawn = {seed: run.draw(epoch) for seed, run in self._by_seed.items()}
         return batches.side_by_side([drawn[run.recipe.seed] for run in self.team])
+
+    def _ask(self, x: Tensor) -> Tensor:
+        return logits(self.twin, self.lead.data.floats(x), self.lead.recipe)
 
     def _lend(self) -> None:
         lend_gradients(self.twin, self.models)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -49,7 +49,8 @@ class StackedConv2d(nn.Module):
     def __init__(self, layers: Sequence[nn.Conv2d]):
         super().__init__()
         first = layers[0]
-        if first.groups != 1 or first.dilation != (1, 1) or isinstance(first.padding, str):
+        plain = first.groups == 1 and first.dilation == (1, 1) and first.padding_mode == "zeros"
+        if not plain or isinstance(first.padding, str):
             raise UserError(f"stack: {first} can't be stacked; only plain convolutions can.")
         self.weight = _stack([layer.weight for layer in layers])
         self.bias = None if first.bias is None else _stack([layer.bias for layer in layers if layer.bias is not None])
@@ -157,11 +158,10 @@ def lend_gradients(twin: nn.Module, models: Sequence[nn.Module]) -> None:
 
 
 @torch.no_grad()
-def count_right(twin: nn.Module, networks: int, x: Tensor, y: Tensor, batch: int = 1000) -> Tensor:
-    """For each network how many images it gets right, in eval mode; does not wait for the device."""
-    twin.eval()
+def count_right(ask: Callable[[Tensor], Tensor], networks: int, x: Tensor, y: Tensor, batch: int = 1000) -> Tensor:
+    """For each network how many images it gets right; `ask` gives the stack's outputs. Does not wait for the device."""
     right = torch.zeros(networks, dtype=torch.int64, device=x.device)
     for images, labels in zip(x.split(batch), y.split(batch), strict=True):
-        logits = twin(images.repeat(networks, *[1] * (images.dim() - 1)))
-        right += (logits.view(networks, len(images), -1).argmax(2) == labels).sum(1)
+        found = ask(images.repeat(networks, *[1] * (images.dim() - 1)))
+        right += (found.view(networks, len(images), -1).argmax(2) == labels).sum(1)
     return right
