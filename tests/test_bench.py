@@ -53,6 +53,9 @@ def test_a_sweep_is_timed_against_one_run():
         (["--models", "lenet"], "is not a network of this benchmark"),
         (["epochs", "--models", "lenet-6"], "Did you mean 'lenet-5'?"),
         (["step", "--models", "lenet-5"], "lenet-300-100 alone"),
+        (["step", "--device", "cuda"], "measures on the CPU"),
+        (["--device", "gpu"], "'gpu' is not a device"),
+        (["--device", "cuda:1"], "Did you mean 'cuda'?"),
     ],
 )
 def test_bench_says_what_it_does_not_know(command, words, told):

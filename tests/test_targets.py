@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from torch import nn
 
 import deephoyer as dh
 from deephoyer import models, targets
@@ -90,6 +91,13 @@ def test_a_target_beyond_reach_says_how_far_it_came():
         targets.value_for(targets.accuracy(lambda: 0.5, 0.9), model, Absolute, coupled)
 
 
+def test_a_layer_that_is_zero_already_is_told():
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    nn.init.zeros_(net[1].weight)
+    with pytest.raises(dh.UserError, match="all zero before"):
+        targets.value_for(targets.density(net, 0.2), net, StdRatio)
+
+
 def test_a_deep_network_is_measured_a_dozen_times_for_its_thousands_of_groups():
     model, coupled = uneven("resnet-110")
     goal = targets.macs(model, X, 0.4, coupled)
@@ -142,6 +150,7 @@ def test_a_run_may_lose_no_more_accuracy_than_it_is_allowed(tmp_path, select):
         ("prune={rule: density, target: {macs: 0.4}}", "rule with a value to be found"),
         ("prune={target: {macs: 0.4, drop: 0.1}}", "one of macs"),
         ("prune={target: {}}", "one of macs"),
+        ("prune={target: {macs: 0.4}, scope: global}", "don't go with a target"),
         ("prune={target: {macs: 1.4}}", "less than or equal to 1"),
         ("prune={target: {mac: 0.4}}", "macs"),
     ],

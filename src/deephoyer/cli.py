@@ -108,7 +108,7 @@ def sweep(
     at_once = jobs or sweeps.default_jobs()
     try:
         if stack:
-            sweeps.run_stacked(recipe, changes, team, lambda text: out.print(text, highlight=False))
+            sweeps.run_stacked(recipe, changes, team, lambda text: out.print(text, highlight=False, markup=False))
         elif out.is_terminal:
             with Live(console=out, refresh_per_second=4) as live:
                 sweeps.run_all(recipe, changes, team, at_once, live, mps=mps, say=_complain)

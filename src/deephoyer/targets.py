@@ -63,6 +63,8 @@ def value_for(
     tries = _Tries(goal, model, rule, groups, select)
     values = borders(model, rule, groups, select)
     values = values[: bisect_left(values, True, key=tries.empties)]
+    if not values:
+        raise UserError("prune.target: a layer is all zero before anything is pruned.")
     if goal.is_size:
         place = bisect_left(values, True, key=lambda v: goal.kept(tries.number(v)))
     else:

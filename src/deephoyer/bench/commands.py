@@ -10,6 +10,7 @@ import typer
 from deephoyer.errors import UserError, unknown
 
 WHAT = ("regularizer", "step", "epochs")
+DEVICES = ("auto", "cpu", "cuda")
 
 
 def bench(
@@ -28,6 +29,10 @@ def bench(
 
     if what not in WHAT:
         raise unknown("benchmark", what, WHAT)
+    if device not in DEVICES:
+        raise unknown("device", device, DEVICES)
+    if what == "step" and device == "cuda":
+        raise UserError("bench step: measures on the CPU; leave out --device.")
     place = pick_device(device).type
     chosen = tuple(models.split(",")) if models else ()
     if what == "regularizer":

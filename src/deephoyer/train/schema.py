@@ -152,6 +152,8 @@ class Prune(_Part):
             self.make()
         elif self.value is not None:
             raise UserError("give a value, or a target that finds one, not both.")
+        elif self.scope is not None or self.rules is not None:
+            raise UserError("scope and rules don't go with a target.")
         else:
             self.threshold()
         return self

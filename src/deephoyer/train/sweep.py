@@ -147,14 +147,19 @@ def run_stacked(recipe: str, overrides: Sequence[str], team: Sequence[Member], s
         groups.setdefault(alike(chosen[id(member)]), []).append(member)
     for number, group in enumerate(groups.values(), 1):
         say(f"stack {number} of {len(groups)}: {len(group)} runs")
-        stack = Stack([Run(chosen[id(m)], m.folder) for m in group], say).execute()
+        stack = Stack([Run(chosen[id(m)], m.folder) for m in group], say)
+        try:
+            stack.execute()
+        except UserError as why:  # a network that can't be stacked; other stacks may still go well
+            say(f"stack {number} failed: {why}")
+            stack.failed = dict.fromkeys(stack.runs, why)
         for member, run in zip(group, stack.runs, strict=True):
-            why = stack.failed.get(run)
-            member.status = 0 if why is None else 1
-            if why is None:
+            failure = stack.failed.get(run)
+            member.status = 0 if failure is None else 1
+            if failure is None:
                 finish(run)
             else:
-                write_atomically(member.folder / "log.txt", f"deephoyer: {why}\n".encode())
+                write_atomically(member.folder / "log.txt", f"deephoyer: {failure}\n".encode())
 
 
 def _start(words: list[str], environment: dict[str, str], member: Member) -> Member:
