@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from deephoyer import UserError
+from deephoyer import UserError, models, summary
 from deephoyer.export import load, save
 from deephoyer.report import figures, publish, record, rows, verify
 from deephoyer.report.figures.descent import walk
@@ -17,6 +17,7 @@ from deephoyer.report.measure import build
 from deephoyer.report.origin import origin, settings
 from deephoyer.report.page import page
 from deephoyer.report.tables import table
+from deephoyer.report.timing import timings
 from deephoyer.train import recipe
 from deephoyer.train.result import finish
 from deephoyer.train.run import Run
@@ -307,6 +308,14 @@ def as_resnet(one, *changes, **measured):
     }
     content["latency"] = [{"device": "cpu", "name": "2 CPU threads", "batch": 256, "dense_ms": 300, "ms": 150}]
     return record.Record.model_validate(content)
+
+
+def test_times_do_not_go_by_the_name_of_a_machine_they_were_not_measured_on():
+    net, example = models.make("lenet-300-100"), torch.zeros(1, 1, 28, 28)
+    timed = summary(net, example, baseline=net, seconds=0.01).to_json()
+    trained = {"device": "cuda", "device_name": "a GPU", "threads": 16}
+    made = timings({"compact": timed, "environment": trained}, net, {"model": "lenet-300-100"})
+    assert {(t.device, t.name) for t in made} == {("cpu", f"{torch.get_num_threads()} CPU threads")}
 
 
 def test_a_record_knows_what_compaction_leaves_and_how_fast_that_is(runs, published):

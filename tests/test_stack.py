@@ -102,6 +102,13 @@ def test_a_member_that_fails_leaves_the_others_alone(tmp_path):
     assert "would leave nothing" in str(stack.failed[stack.runs[1]])
 
 
+def test_members_share_one_copy_of_the_data(tmp_path):
+    nothing = ["pretrain.epochs=0", "regularize.epochs=0", "finetune.epochs=0"]
+    names = [("a", "seed=0"), ("b", "seed=1"), ("c", "data={name: mnist, limit: 500}")]
+    first, second, other = (run("lenet-300-100-hs", tmp_path / n, change, *nothing).execute() for n, change in names)
+    assert first.data is second.data and other.data is not first.data and len(other.data.train_x) == 500
+
+
 def test_recipes_that_differ_in_more_are_not_stacked(tmp_path):
     with pytest.raises(UserError, match="differ"):
         Stack([run("lenet-300-100-hs", tmp_path / "a"), run("lenet-300-100-hs", tmp_path / "b", "regularize.lr=0.1")])

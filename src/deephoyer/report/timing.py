@@ -22,6 +22,8 @@ def timings(summary: Mapping[str, Any], model: nn.Module, recipe: Mapping[str, A
     if "compact" not in summary:
         return ()
     own, where = summary["compact"], summary["environment"]
+    if torch.device(own["device"]).type != where["device"]:  # trained there, but finished and timed elsewhere
+        return _here(model, recipe)
     small, dense = ([Latency(**item) for item in part["latency"]] for part in (own, own["baseline"]))
     if where["device"] == "cpu":
         return _paired("cpu", _cpu(where["threads"]), dense, small)

@@ -5,6 +5,7 @@ One loop serves all stages. Which model, which data and which penalty are names 
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -119,7 +121,7 @@ class Run:
         return self._restore(found[0]) if found else {}
 
     def _build(self) -> None:
-        self.data: Dataset = datasets.load(**_renamed(named(self.recipe.data))).to(self.device).in_floats()
+        self.data = _data_of(self.recipe, self.device)
         torch.manual_seed(batches.seed_of(self.recipe.seed, "weights"))
         self.model = self.fresh_model()
         if self.recipe.channels_last:
@@ -383,6 +385,19 @@ class Run:
         self.state.metrics_size = self.folder.metrics_size()
         checkpoint.save(self.folder.checkpoints, tensors, asdict(self.state))
         self._saved = time.monotonic()
+
+
+_at_hand: WeakValueDictionary[tuple[str, torch.device], Dataset] = WeakValueDictionary()
+
+
+def _data_of(recipe: Recipe, device: torch.device) -> Dataset:
+    """A recipe's data as floats on the device; runs that stand side by side, as in a stack, have one copy."""
+    settings = named(recipe.data)
+    key = json.dumps(settings, sort_keys=True), device
+    found = _at_hand.get(key)
+    if found is None:
+        found = _at_hand[key] = datasets.load(**_renamed(settings)).to(device).in_floats()
+    return found
 
 
 @torch.no_grad()
