@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from contextlib import nullcontext
 
 import pytest
@@ -156,6 +157,33 @@ def test_a_stacked_sweep_goes_on_past_a_network_that_cannot_be_stacked_and_is_no
     again = sweep.members("demo", QUICK, ["model=lenet-300-100"], tmp_path)
     sweep.run_stacked("demo", QUICK, again, said.append)
     assert again[0].status == 0 and (good.folder / "summary.json").stat().st_mtime_ns == before
+
+
+PATIENT = """
+import pathlib, signal, sys, time
+mine = pathlib.Path(sys.argv[-1])
+def told(*_):
+    (mine / "told").touch()
+    end = time.monotonic() + 10
+    while len(list(mine.parent.glob("*/told"))) < 2 and time.monotonic() < end:
+        time.sleep(0.02)
+    sys.exit(time.monotonic() >= end)
+signal.signal(signal.SIGINT, told)
+(mine / "ready").touch()
+time.sleep(60)
+"""
+
+
+def test_ctrl_c_is_told_to_all_members_before_any_is_waited_for(tmp_path):
+    class Show:
+        def update(self, table):
+            if len(list(tmp_path.glob("*/ready"))) == 2:
+                raise KeyboardInterrupt
+
+    team = [sweep.Member([], tmp_path / name) for name in "ab"]
+    with pytest.raises(KeyboardInterrupt):
+        sweep._conduct([sys.executable, "-c", PATIENT], dict(os.environ), team, 2, Show())
+    assert [m.process.returncode for m in team] == [0, 0]
 
 
 @pytest.mark.parametrize("axis", ["seed", "seed=", "=1", "seed=1,1", "seed=one", "sed=1"])

@@ -116,10 +116,10 @@ def _conduct(
     waiting = list(team)
     try:
         while waiting or any(m.process is not None and m.status is None for m in team):
-            running = [m for m in team if m.process is not None and m.status is None]
-            while waiting and len(running) < jobs:
-                running.append(_start(words, environment, waiting.pop(0)))
-            for member in running:
+            busy = [m for m in team if m.process is not None and m.status is None]
+            while waiting and len(busy) < jobs:
+                busy.append(_start(words, environment, waiting.pop(0)))
+            for member in busy:
                 assert member.process is not None and member.log is not None
                 member.status = member.process.poll()
                 if member.status is not None:
@@ -128,10 +128,11 @@ def _conduct(
                 show.update(progress_table(team))
             time.sleep(0.2)
     except BaseException:  # Ctrl-C most of all
-        for member in team:
-            if member.process is not None and member.process.poll() is None:
-                member.process.send_signal(signal.SIGINT)
-                member.process.wait()
+        running = [m.process for m in team if m.process is not None and m.process.poll() is None]
+        for process in running:  # all before any is waited for: a second Ctrl-C must not leave some running
+            process.send_signal(signal.SIGINT)
+        for process in running:
+            process.wait()
         raise
 
 
@@ -152,7 +153,7 @@ def run_stacked(recipe: str, overrides: Sequence[str], team: Sequence[Member], s
             stack.execute()
         except UserError as why:  # a network that can't be stacked; other stacks may still go well
             say(f"stack {number} failed: {why}")
-            stack.failed = dict.fromkeys(stack.runs, why)
+            stack.failed |= {run: why for run in stack.runs if not run.finished() and run not in stack.failed}
         for member, run in zip(group, stack.runs, strict=True):
             failure = stack.failed.get(run)
             member.status = 0 if failure is None else 1
