@@ -365,6 +365,21 @@ def test_an_optimizer_whose_step_is_compiled_takes_the_regularizer_along(by, kin
     torch.testing.assert_close(models[0].weight, models[1].weight)
 
 
+@pytest.mark.skipif(not RUNS_TRITON, reason="for Triton")
+def test_triton_tables_that_a_captured_graph_reads_are_kept_however_often_others_are_frozen():
+    model = nn.Sequential(*(nn.Linear(3, 2, bias=False) for _ in range(4))).to(device_of("triton"))
+    backend = dh.Regularizer(model, "hoyer-square", backend="triton")._backend
+    with torch.no_grad():
+        backend.add_grad_()
+        ((plan,), _) = backend._last[1]
+        plan.tables.book.captured.append(None)  # as a capture does
+        for pattern in range(1, 14):
+            for i, p in enumerate(model.parameters()):
+                p.requires_grad_(not pattern >> i & 1)
+            backend.add_grad_()
+    assert any(plan in plans for plans, _ in backend._plans.values()) and len(backend._plans) < 10
+
+
 @pytest.mark.skipif(RUNS_TRITON or not HAS_TRITON, reason="Triton runs in this process, or isn't installed")
 def test_the_triton_kernels_in_the_interpreter():
     environment = {**os.environ, "TRITON_INTERPRET": "1"}

@@ -86,6 +86,10 @@ class Passes:
     def add_slices_(self, plan: Plan, pairs: Pairs, squares: Tensor, times: Tensor | None) -> None:
         raise NotImplementedError
 
+    def captured(self, plan: Plan) -> bool:
+        """Whether a captured graph may go on reading the plan's tables: then they must stay."""
+        return False
+
     # The passes
 
     def add_grad_(self, times: Tensor | None = None) -> None:
@@ -121,7 +125,7 @@ class Passes:
         if key != self._last[0]:
             if key not in self._plans:
                 if len(self._plans) > 8:
-                    self._plans.clear()
+                    self._plans = {k: v for k, v in self._plans.items() if any(map(self.captured, v[0]))}
                 self._plans[key] = self._sort(pairs)
             self._last = key, self._plans[key]
         return self._last[1]

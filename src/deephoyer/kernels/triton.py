@@ -98,6 +98,9 @@ class Triton(Passes):
     def takes(self, penalty: Penalty, element_wise: bool) -> bool:
         return not element_wise or kind_of(penalty) is not None
 
+    def captured(self, plan: Plan) -> bool:
+        return plan.tables is not None and bool(plan.tables.book.captured)
+
     def element_sums(self, plan: Plan, pairs: Pairs) -> Tensor:
         desk = _desk(plan)
         desk.found["elements"] = found = _prepared(desk, "elements", plan, pairs, element_work)
