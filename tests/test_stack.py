@@ -153,3 +153,19 @@ def test_rounds_repeat_regularizing_and_pruning(tmp_path):
     assert twice.masks.density < once.masks.density
     for name, mask in twice.masks.items():
         assert not twice.model.get_parameter(name)[~mask].any()
+
+
+def test_a_target_is_reached_in_equal_steps_over_the_rounds(tmp_path):
+    aimed = run(
+        "lenet-300-100-hs", tmp_path, "rounds=2", "prune={rule: std-ratio, target: {density: 0.04}, select: '*'}"
+    )
+    seen = []
+    prune = aimed.prune
+
+    def noted() -> None:
+        prune()
+        seen.append(aimed.masks.density)
+
+    aimed.prune = noted
+    aimed.execute()
+    assert seen == pytest.approx([0.2, 0.04], rel=0.05)

@@ -63,6 +63,8 @@ def _epochs(
     from deephoyer.bench.clock import machine
     from deephoyer.bench.tables import show, write
 
+    if at_once and place != "cuda":
+        raise UserError("bench epochs --together: needs a GPU for the runs to share.")
     record: dict[str, Any] = {"machine": machine(place)}
     for case in chosen or ([] if at_once else epochs.usual(place)):
         if case not in epochs.CASES:

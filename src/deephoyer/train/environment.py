@@ -50,7 +50,8 @@ def _git(folder: Path, *words: str) -> str | None:
 
 @contextmanager
 def tuned(precision: str) -> Iterator[None]:
-    """Inside, float32 products use TF32 where a recipe says so, and cuDNN tries which algorithm is fastest."""
+    """Inside, float32 matrix products use TF32 where a recipe says so (cuDNN's convolutions do in any case, as PyTorch
+    has it), and cuDNN tries which algorithm is fastest."""
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     torch.backends.cudnn.benchmark = True

@@ -171,10 +171,11 @@ class Run:
     def _aimed(self, settings: Prune, target: Target, groups: list[str | Grouping]) -> Rule:
         """The rule with the value that meets the target; images that this run may select by decide on accuracy."""
         example = self.data.floats(self.data.test_x[:1])
+        done = (self.state.round + 1) / self.recipe.rounds  # each round takes the same share of what the last one left
         if target.macs is not None:
-            goal = targets.macs(self.model, example, target.macs)
+            goal = targets.macs(self.model, example, target.macs**done)
         elif target.density is not None:
-            goal = targets.density(self.model, target.density)
+            goal = targets.density(self.model, target.density**done)
         else:
             least = self.accuracy(*self.watched) - target.drop if target.drop is not None else target.accuracy
             assert least is not None
