@@ -274,6 +274,18 @@ def test_the_best_keeps_the_accuracy_before_it_is_small(published):
     assert row.best().measured.right == 9890 and not row.reaching()
 
 
+def test_a_held_out_run_with_teachers_selected_on_test_images_is_not_published(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    once = ["pretrain.epochs=1", "regularize.epochs=1", "finetune.epochs=1"]
+    for select in ("held-out", "test-best"):
+        run("lenet-300-100-hs", Path(f"teacher-{select}"), f"select={select}", *once)
+        teacher = f"distill={{model: lenet-300-100, checkpoints: [teacher-{select}/finetuned.safetensors]}}"
+        run("lenet-300-100-hs", Path(f"run-{select}"), "select=held-out", teacher, *once)
+    publish.publish("run-held-out", tmp_path / "results")
+    with pytest.raises(UserError, match="selected on test images"):
+        publish.publish("run-test-best", tmp_path / "results")
+
+
 def test_the_same_run_published_twice_is_refused(results):
     shutil.copytree(results / "hs0", results / "again")
     with pytest.raises(UserError, match="the same run as"):

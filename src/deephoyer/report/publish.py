@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from deephoyer.errors import UserError
-from deephoyer.export import save
+from deephoyer.export import provenance, save
 from deephoyer.report import record as records
 from deephoyer.report.measure import build, measure
 from deephoyer.report.origin import origin
@@ -96,7 +96,25 @@ def finished(folder: RunFolder) -> tuple[dict[str, Any], Recipe]:
     if Recipe.model_validate(summary["recipe"]) != recipe:
         raise UserError(f"{folder.path}: recipe.yaml is not the recipe that summary.json was made by.")
     _no_files_of_this_machine(folder, recipe.model_dump(mode="json"))
+    _no_test_images_behind(folder, recipe)
     return summary, recipe
+
+
+def _no_test_images_behind(folder: RunFolder, recipe: Recipe) -> None:
+    """A held-out run may build only on networks that say they were selected on held-out images, too."""
+    if recipe.select != "held-out":
+        return
+    files = [*(recipe.distill.checkpoints if recipe.distill else ()), recipe.pretrain.checkpoint]
+    for file in filter(None, files):
+        try:
+            protocol = provenance(Path(file)).get("protocol")
+        except UserError:
+            protocol = None
+        if protocol != "held-out":
+            raise UserError(
+                f"{folder.path}: builds on {file}, which was selected on test images or does not say. "
+                "A held-out record needs the finetuned.safetensors of a held-out run there."
+            )
 
 
 def _no_files_of_this_machine(folder: RunFolder, value: Any) -> None:
