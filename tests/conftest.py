@@ -4,6 +4,7 @@
 """
 
 import os
+import subprocess
 import sys
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # for the runs that tests start, see deephoyer_command
@@ -33,5 +34,18 @@ def command(monkeypatch, capsys, tmp_path):
             cli.main()
         said = capsys.readouterr()
         return ended.value.code, said.out, said.err
+
+    return call
+
+
+@pytest.fixture
+def interpreted():
+    """Runs the tests of a file whose names hold `key` with Triton's interpreter, which must be chosen at the start."""
+
+    def call(file, key):
+        words = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", file, "-k", key]
+        environment = {**os.environ, "TRITON_INTERPRET": "1"}
+        done = subprocess.run(words, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout[-4000:]
 
     return call

@@ -9,8 +9,6 @@ from __future__ import annotations
 import copy
 import importlib.util
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -129,11 +127,8 @@ def test_the_kernel_pools_as_pytorch_does_among_equals_and_nans(channels, last, 
 
 
 @pytest.mark.skipif(HAS_CUDA or INTERPRETED or not HAS_TRITON, reason="Triton runs in this process, or isn't installed")
-def test_the_convolutions_in_the_interpreter():
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, "-k", "kernel"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:]
+def test_the_convolutions_in_the_interpreter(interpreted):
+    interpreted(__file__, "kernel")
 
 
 @needs_cuda

@@ -8,8 +8,6 @@ import copy
 import importlib.util
 import os
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -381,11 +379,8 @@ def test_triton_tables_that_a_captured_graph_reads_are_kept_however_often_others
 
 
 @pytest.mark.skipif(RUNS_TRITON or not HAS_TRITON, reason="Triton runs in this process, or isn't installed")
-def test_the_triton_kernels_in_the_interpreter():
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, "-k", "triton"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:]
+def test_the_triton_kernels_in_the_interpreter(interpreted):
+    interpreted(__file__, "triton")
 
 
 @needs_compiler
