@@ -9,7 +9,7 @@ import json
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from deephoyer.train.objective import Objective, logits
 from deephoyer.train.progress import Silent
 from deephoyer.train.rates import make_optimizer, rate_at, rates_in
 from deephoyer.train.schema import STAGES, Prune, Recipe, Regularize, Target, Training, named
+from deephoyer.train.state import State
 from deephoyer.train.step import CapturedStep, PlainStep
 
 TITLES = {"pretrain": "dense", "regularize": "regularized", "prune": "pruned", "finetune": "finetuned"}
@@ -46,32 +47,6 @@ SAVE_SECONDS = 5.0
 
 WATCHED_AT_ONCE = {"cpu": 1000, "cuda": 5000}
 """Images in a batch when the accuracy is watched between epochs."""
-
-
-@dataclass
-class State:
-    """Where a run stands: all that a checkpoint holds besides tensors."""
-
-    stage: str = STAGES[0]
-    epoch: int = 0
-    round: int = 0
-    best: float = -1.0
-    best_epoch: int = 0
-    accuracy: dict[str, float] = field(default_factory=dict)
-    selected: dict[str, int] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
-    prune_value: float | None = None
-    metrics_size: int = 0
-    regularizer: dict[str, Any] | None = None
-    optimizer: dict[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def read(cls, content: Mapping[str, Any]) -> State:
-        """Of a checkpoint; what an older version did not write has its default."""
-        strange = [key for key in content if key not in {f.name for f in fields(cls)}]
-        if strange:
-            raise UserError(f"the checkpoint is of another version of deephoyer: it has {strange[0]!r} in it.")
-        return cls(**content)
 
 
 class Run:
@@ -244,7 +219,7 @@ class Run:
         found = _read(numbers)
         self.state.epoch = epoch + 1
         right = found.pop("right") / len(self.watched[0])
-        line = self.describe_epoch(settings, found.pop("loss") / len(drawn), right)
+        line = self.close_epoch(settings, found.pop("loss") / len(drawn), right)
         return line | found | {"seconds": round(time.monotonic() - began, 3)}
 
     def seed_of(self, epoch: int) -> int:
@@ -267,8 +242,8 @@ class Run:
             return self.data.train_x[self.held_out], self.data.train_y[self.held_out]
         return self.data.test_x, self.data.test_y
 
-    def describe_epoch(self, settings: Training, loss: float, accuracy: float) -> dict[str, Any]:
-        """An epoch's line of metrics; keeps the weights of the best epoch."""
+    def close_epoch(self, settings: Training, loss: float, accuracy: float) -> dict[str, Any]:
+        """Keeps the weights of an epoch that is the best so far; gives its line of metrics."""
         state = self.state
         if not math.isfinite(loss):
             raise UserError(

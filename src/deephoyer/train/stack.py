@@ -215,7 +215,7 @@ class Lockstep:
                 continue
             with self.stack._excused(run):
                 run.state.epoch = epoch + 1
-                line = run.describe_epoch(self.settings, loss, count / len(x))
+                line = run.close_epoch(self.settings, loss, count / len(x))
                 if self.regularizers and look:
                     line["penalty"] = self.regularizers[i].loss().item()
                     line["effective_density"] = self.regularizers[i].effective_density().item()
