@@ -7,21 +7,22 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deephoyer.models.settings import count
+from deephoyer.models.settings import count, share
 
 
 class LeNet300(nn.Module):
     """784-300-100-10 with ReLU: 266,200 weights"""
 
-    def __init__(self, classes: int = 10):
+    def __init__(self, classes: int = 10, dropout: float = 0.0):
         super().__init__()
+        self.drop = _dropout(dropout)
         self.fc1 = nn.Linear(784, 300)
         self.fc2 = nn.Linear(300, 100)
         self.fc3 = nn.Linear(100, count("classes", classes))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(self.fc1(x.flatten(1)))
-        return self.fc3(F.relu(self.fc2(x)))
+        x = self.drop(F.relu(self.fc1(x.flatten(1))))
+        return self.fc3(self.drop(F.relu(self.fc2(x))))
 
 
 def pooled(layer: nn.Module, x: Tensor) -> Tensor:
@@ -33,8 +34,9 @@ def pooled(layer: nn.Module, x: Tensor) -> Tensor:
 class LeNet5(nn.Module):
     """two 5×5 convolutions (20, 50) and two linear layers (500, 10): 430,500 weights"""
 
-    def __init__(self, classes: int = 10):
+    def __init__(self, classes: int = 10, dropout: float = 0.0):
         super().__init__()
+        self.drop = _dropout(dropout)
         self.conv1 = nn.Conv2d(1, 20, 5)
         self.conv2 = nn.Conv2d(20, 50, 5)
         self.fc1 = nn.Linear(800, 500)
@@ -43,4 +45,9 @@ class LeNet5(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = pooled(self.conv1, x)
         x = pooled(self.conv2, x)
-        return self.fc2(F.relu(self.fc1(x.flatten(1))))
+        return self.fc2(self.drop(F.relu(self.fc1(x.flatten(1)))))
+
+
+def _dropout(rate: float) -> nn.Module:
+    """Between linear layers while training; the paper's LeNets have none."""
+    return nn.Dropout(rate) if share("dropout", rate) else nn.Identity()
