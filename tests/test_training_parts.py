@@ -186,6 +186,26 @@ def test_ctrl_c_is_told_to_all_members_before_any_is_waited_for(tmp_path):
     assert [m.process.returncode for m in team] == [0, 0]
 
 
+STRUCK = """
+import pathlib, sys, time
+mine = pathlib.Path(sys.argv[-1])
+tries = len(list(mine.glob("try*")))
+(mine / f"try{tries}").touch()
+if mine.name == "killed":
+    sys.exit(3)
+if mine.name == "broken" or not tries:
+    sys.exit("torch.AcceleratorError: CUDA error: unspecified launch failure")
+"""
+
+
+def test_members_that_another_struck_down_go_on_once_all_have_left_the_gpu(tmp_path):
+    team = [sweep.Member([], tmp_path / name) for name in ("killed", "struck", "broken")]
+    sweep._conduct([sys.executable, "-c", STRUCK], dict(os.environ), team, 3, None)
+    assert [m.status for m in team] == [3, 0, 1]
+    assert [len(list(m.folder.glob("try*"))) for m in team] == [1, 2, 2]
+    assert "launch failure" in team[1].folder.joinpath("log.txt").read_text(), "the first failure can still be read"
+
+
 @pytest.mark.parametrize("axis", ["seed", "seed=", "=1", "seed=1,1", "seed=one", "sed=1"])
 def test_a_grid_that_makes_no_sense_is_refused_before_anything_runs(tmp_path, axis):
     with pytest.raises(dh.UserError):

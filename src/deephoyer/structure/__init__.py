@@ -7,6 +7,7 @@ from deephoyer.structure.compact import CompactReport, compact, compact_report
 from deephoyer.structure.coupled import Coupled
 from deephoyer.structure.follow import CannotFollow
 from deephoyer.structure.shape import BadShape, check_joints, describe, reshape_
+from deephoyer.structure.tidy import tidy
 from deephoyer.structure.verify import Differs
 
 GROUPINGS.add("coupled", Coupled)
@@ -22,4 +23,5 @@ __all__ = [
     "compact_report",
     "describe",
     "reshape_",
+    "tidy",
 ]

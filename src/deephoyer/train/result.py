@@ -8,11 +8,12 @@ from __future__ import annotations
 from typing import Any
 
 from rich.table import Table
-from torch import Tensor
+from torch import Tensor, nn
 
 from deephoyer.errors import UserError
 from deephoyer.export import save
-from deephoyer.structure import compact
+from deephoyer.masks import Masks
+from deephoyer.structure import compact, tidy
 from deephoyer.summary import Summary, summary
 from deephoyer.train.run import Run
 
@@ -26,7 +27,8 @@ def finish(run: Run) -> dict[str, Any]:
     if (run.folder / "summary.json").exists():
         return run.folder.read_json("summary.json")
     example = run.data.floats(run.data.test_x[:2])
-    sparse = summary(run.model, example, latency=False).to_json()
+    final = _without_idle_weights(run.model, example)
+    sparse = summary(final, example, latency=False).to_json()
     record: dict[str, Any] = {
         "format": FORMAT,
         "recipe": run.recipe.model_dump(mode="json"),
@@ -40,7 +42,7 @@ def finish(run: Run) -> dict[str, Any]:
     if run.state.prune_value is not None:
         record["prune_value"] = run.state.prune_value
     origin = {"recipe": record["recipe"], "accuracy": run.state.accuracy, "protocol": run.recipe.select}
-    stored = save(run.model, run.folder / "finetuned.safetensors", masks=run.masks, provenance=origin)
+    stored = save(final, run.folder / "finetuned.safetensors", masks=_zeros(final, run.masks), provenance=origin)
     files = record["files"] = {"finetuned.safetensors": stored}
     try:
         record |= _compacted(run, example, origin, files)
@@ -49,6 +51,21 @@ def finish(run: Run) -> dict[str, Any]:
         record["not_compacted"] = str(why)
     run.folder.write_json("summary.json", record)
     return record
+
+
+def _without_idle_weights(model: nn.Module, example: Tensor) -> nn.Module:
+    """The network that is counted and kept; as it stands where its channels can't be followed."""
+    try:
+        return tidy(model, example)
+    except UserError:
+        return model
+
+
+def _zeros(model: nn.Module, masks: Masks | None) -> Masks | None:
+    """What is zero in the end, of what was pruned: idle weights too, but no bias that took up a constant."""
+    if masks is None:
+        return None
+    return Masks({n: p != 0 if p.dim() > 1 else masks[n] | (p != 0) for n, p in model.named_parameters() if n in masks})
 
 
 def _compacted(run: Run, example: Tensor, origin: dict[str, Any], files: dict[str, int]) -> dict[str, Any]:

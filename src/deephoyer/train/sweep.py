@@ -1,7 +1,8 @@
 """Many runs of one recipe at once: a grid of overrides, a process a run, a table at the end.
 
 Each member is an ordinary `deephoyer run` in a folder of its own, so it can be resumed, shown and verified like
-any other, and one that fails leaves the others alone. Several processes share one GPU (`sharing.py`).
+any other, and one that fails leaves the others alone. Several processes share one GPU (`sharing.py`); one that is
+killed there may strike the others down, which then go on by themselves from their last checkpoints.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class Member:
     process: subprocess.Popen[bytes] | None = None
     log: IO[bytes] | None = None
     status: int | None = None
+    again: bool = False
 
     @property
     def title(self) -> str:
@@ -61,6 +63,19 @@ class Member:
 
     def last_words(self) -> str:
         return _last_line(self.folder / "log.txt") or f"exit status {self.status}"
+
+    @property
+    def busy(self) -> bool:
+        return self.process is not None and self.status is None
+
+    def struck_down(self) -> bool:
+        """Whether it failed on the GPU, for the first time: the fault may have been another's."""
+        ended = self.status in (1, -signal.SIGABRT)  # told by Python, or by what lies under it
+        return ended and not self.again and "CUDA error" in _text(self.folder / "log.txt")
+
+    def once_more(self) -> Member:
+        self.process, self.status, self.again = None, None, True
+        return self
 
     def result(self) -> dict[str, Any] | None:
         path = self.folder / "summary.json"
@@ -113,10 +128,12 @@ def run_all(
 def _conduct(
     words: list[str], environment: dict[str, str], team: Sequence[Member], jobs: int, show: Live | None
 ) -> None:
-    waiting = list(team)
+    waiting, struck = list(team), list[Member]()
     try:
-        while waiting or any(m.process is not None and m.status is None for m in team):
-            busy = [m for m in team if m.process is not None and m.status is None]
+        while waiting or struck or any(m.busy for m in team):
+            busy = [m for m in team if m.busy]
+            if not waiting and not busy:  # only now: the GPU's server is in order again when the last has left it
+                waiting, struck = [m.once_more() for m in struck], []
             while waiting and len(busy) < jobs:
                 busy.append(_start(words, environment, waiting.pop(0)))
             for member in busy:
@@ -124,6 +141,7 @@ def _conduct(
                 member.status = member.process.poll()
                 if member.status is not None:
                     member.log.close()
+                    struck += [member] if jobs > 1 and member.struck_down() else []
             if show is not None:
                 show.update(progress_table(team))
             time.sleep(0.2)
@@ -165,7 +183,7 @@ def run_stacked(recipe: str, overrides: Sequence[str], team: Sequence[Member], s
 
 def _start(words: list[str], environment: dict[str, str], member: Member) -> Member:
     member.folder.mkdir(parents=True, exist_ok=True)
-    member.log = open(member.folder / "log.txt", "wb")  # noqa: SIM115 (closed when the process ends)
+    member.log = open(member.folder / "log.txt", "ab" if member.again else "wb")  # noqa: SIM115 (closed when the process ends)
     member.process = subprocess.Popen(
         [*words, *member.overrides, "--out", str(member.folder)],
         env=environment,
@@ -212,8 +230,12 @@ def result_table(team: Sequence[Member]) -> Table:
 
 
 def _last_line(path: Path) -> str:
+    lines = _text(path).strip().splitlines()
+    return lines[-1] if lines else ""
+
+
+def _text(path: Path) -> str:
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
-    return lines[-1] if lines else ""

@@ -1,0 +1,43 @@
+"""The same network with nothing idle in it: weights on which no output depends are zero, and shapes stay.
+
+Pruning leaves such weights behind: those that read a neuron which has become a constant, and those that feed one
+which nobody reads. Compaction takes their neurons out; here the layers keep their size, so that counting zeros
+tells the same as counting what is left after compaction.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from deephoyer.inference import Examples
+from deephoyer.structure.compact import dead_channels
+from deephoyer.structure.coupled import Coupled, clean_copy
+from deephoyer.structure.fold import fold
+from deephoyer.structure.verify import same
+
+
+def tidy(model: nn.Module, example_inputs: Examples) -> nn.Module:
+    """A copy in eval mode with the same outputs and no idle weights; `Differs` is raised if they are not the same.
+
+    Constants go into the biases of the layers that read them. Where a layer has no bias to take one, or a
+    weight would come back to carry it, the copy is as the model was.
+
+    >>> import torch
+    >>> net = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1))
+    >>> _ = net[0].weight.data[0].zero_()
+    >>> tidy(net, torch.randn(5, 2))[2].weight[0, 0].item()
+    0.0
+    """
+    graph = Coupled(model, example_inputs).graph
+    made = clean_copy(model)
+    fold(made, example_inputs)
+    dead_channels(made, graph)
+    if made.state_dict().keys() != model.state_dict().keys() or _came_back(model, made):
+        made = clean_copy(model)
+    same(clean_copy(model), made, example_inputs)
+    return made
+
+
+def _came_back(before: nn.Module, after: nn.Module) -> bool:
+    pairs = zip(before.parameters(), after.parameters(), strict=True)
+    return any(bool(((old == 0) & (new != 0)).any()) for old, new in pairs if old.dim() > 1)

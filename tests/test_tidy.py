@@ -1,0 +1,67 @@
+"""Weights that nothing depends on are zeroed, and outputs stay."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from deephoyer import models
+from deephoyer.counting import count
+from deephoyer.structure import compact, tidy
+
+
+def sparse_(model, density, seed):
+    g = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(torch.rand(p.shape, generator=g) < density)
+    return model.double().eval()
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.floats(0.02, 0.5), st.integers(0, 10**6))
+def test_outputs_stay_and_counting_zeros_tells_what_compaction_leaves(density, seed):
+    torch.manual_seed(seed)
+    net = sparse_(
+        nn.Sequential(nn.Linear(12, 20), nn.ReLU(), nn.Linear(20, 9), nn.ReLU(), nn.Linear(9, 4)), density, seed
+    )
+    x = torch.randn(7, 12, dtype=torch.float64)
+    made = tidy(net, x)
+    torch.testing.assert_close(made(x), net(x))
+    assert count(made)[1].nonzeros <= count(net)[1].nonzeros
+    assert count(made)[1].nonzeros == count(compact(net, x))[1].nonzeros
+
+
+def test_a_pruned_lenet_5_has_no_more_idle_weights():
+    torch.manual_seed(0)
+    net = sparse_(models.make("lenet-5"), 0.01, 1)
+    x = torch.rand(3, 1, 28, 28, dtype=torch.float64)
+    made = tidy(net, x)
+    torch.testing.assert_close(made(x), net(x))
+    assert count(made, x)[1].nonzeros < 0.9 * count(net, x)[1].nonzeros
+    assert count(made, x)[1].macs_paper < count(net, x)[1].macs_paper
+    again = tidy(made, x)
+    assert count(again, x)[1].nonzeros == count(made, x)[1].nonzeros
+
+
+def test_a_layer_without_a_bias_takes_no_constant():
+    net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2, bias=False)).double()
+    with torch.no_grad():
+        net[0].weight[1] = 0
+        net[0].bias[1] = 1
+    x = torch.randn(5, 3, dtype=torch.float64)
+    made = tidy(net, x)
+    assert made.state_dict().keys() == net.state_dict().keys()
+    torch.testing.assert_close(made(x), net(x))
+
+
+def test_zero_padding_brings_no_weight_back():
+    net = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 3, 3, padding=1)).double()
+    with torch.no_grad():
+        net[0].weight[1:3] = 0
+        net[0].bias[1:3] = 1
+        net[2].weight[0, 1] = 0  # what one constant leaves out, the other would have to carry
+    x = torch.randn(2, 1, 6, 6, dtype=torch.float64)
+    made = tidy(net, x)
+    assert not ((net[2].weight == 0) & (made[2].weight != 0)).any()
+    torch.testing.assert_close(made(x), net(x))
