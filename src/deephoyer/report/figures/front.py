@@ -78,4 +78,4 @@ def _finish(axes: Axes, kind: Kind) -> None:
     axes.margins(x=0.15)
     counted = "nonzero weights" if kind.counts == "nonzeros" else "MACs, the paper's counting"
     axes.set(title=kind.title, xlabel=f"{counted} (log scale)", ylabel="test accuracy, %")
-    axes.legend(loc="upper left")
+    axes.legend(loc="upper right", fontsize=7, labelspacing=0.25)
