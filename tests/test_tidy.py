@@ -7,7 +7,9 @@ from torch import nn
 
 from deephoyer import models
 from deephoyer.counting import count
+from deephoyer.masks import Masks
 from deephoyer.structure import compact, tidy
+from deephoyer.train.result import _zeros
 
 
 def sparse_(model, density, seed):
@@ -65,3 +67,19 @@ def test_zero_padding_brings_no_weight_back():
     made = tidy(net, x)
     assert not ((net[2].weight == 0) & (made[2].weight != 0)).any()
     torch.testing.assert_close(made(x), net(x))
+
+
+def test_what_a_run_saves_as_zero_is_zero_and_a_bias_that_took_a_constant_is_not():
+    net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    masks = Masks({name: torch.ones_like(p, dtype=torch.bool) for name, p in net.named_parameters()}, net)
+    masks["0.weight"][1] = False
+    masks["2.bias"][:] = False
+    masks.apply()
+    with torch.no_grad():
+        net[0].bias[1] = 1
+    made = tidy(net, torch.randn(5, 3))
+    zeros = _zeros(made, masks)
+    assert zeros.keys() == masks.keys()
+    for name, p in made.named_parameters():
+        assert not (p != 0)[~zeros[name]].any()
+    assert zeros["2.bias"].all() and not zeros["2.weight"][:, 1].any()

@@ -191,18 +191,22 @@ import pathlib, sys, time
 mine = pathlib.Path(sys.argv[-1])
 tries = len(list(mine.glob("try*")))
 (mine / f"try{tries}").touch()
+(mine / "here").touch()
+company = len(list(mine.parent.glob("*/here"))) > 1
+time.sleep(0.5)
+(mine / "here").unlink()
 if mine.name == "killed":
     sys.exit(3)
-if mine.name == "broken" or not tries:
+if mine.name == "broken" or company or not tries:
     sys.exit("torch.AcceleratorError: CUDA error: unspecified launch failure")
 """
 
 
-def test_members_that_another_struck_down_go_on_once_all_have_left_the_gpu(tmp_path):
-    team = [sweep.Member([], tmp_path / name) for name in ("killed", "struck", "broken")]
-    sweep._conduct([sys.executable, "-c", STRUCK], dict(os.environ), team, 3, None)
-    assert [m.status for m in team] == [3, 0, 1]
-    assert [len(list(m.folder.glob("try*"))) for m in team] == [1, 2, 2]
+def test_members_that_another_struck_down_go_on_alone_once_all_have_left_the_gpu(tmp_path):
+    team = [sweep.Member([], tmp_path / name) for name in ("killed", "struck", "broken", "struck too")]
+    sweep._conduct([sys.executable, "-c", STRUCK], dict(os.environ), team, 4, None)
+    assert [m.status for m in team] == [3, 0, 1, 0]
+    assert [len(list(m.folder.glob("try*"))) for m in team] == [1, 2, 2, 2]
     assert "launch failure" in team[1].folder.joinpath("log.txt").read_text(), "the first failure can still be read"
 
 

@@ -1,4 +1,7 @@
-"""Which channels are coupled, taking them out, and proving that nothing changed. Knows nothing of training."""
+"""Which channels are coupled, taking them out or zeroing what is idle, and proving that nothing changed.
+
+Knows nothing of training.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""The same network with nothing idle in it: weights on which no output depends are zero, and shapes stay.
+"""The same network without idle weights, those that carry nothing of the input to an output; shapes stay.
 
 Pruning leaves such weights behind: those that read a neuron which has become a constant, and those that feed one
-which nobody reads. Compaction takes their neurons out; here the layers keep their size, so that counting zeros
-tells the same as counting what is left after compaction.
+which nobody reads. Compaction takes their neurons out; here the layers keep their size and the weights become zero.
 """
 
 from __future__ import annotations
@@ -17,10 +16,11 @@ from deephoyer.structure.verify import same
 
 
 def tidy(model: nn.Module, example_inputs: Examples) -> nn.Module:
-    """A copy in eval mode with the same outputs and no idle weights; `Differs` is raised if they are not the same.
+    """A copy in eval mode without idle weights; `Differs` is raised if its outputs are not the same.
 
-    Constants go into the biases of the layers that read them. Where a layer has no bias to take one, or a
-    weight would come back to carry it, the copy is as the model was.
+    They are compared on the example inputs and on random ones. Constants go into the biases of the layers that read
+    them, pruned biases too. Where one layer has no bias to take a constant, or a weight would have to come back to
+    carry it, as behind zero padding, the whole copy is as the model was.
 
     >>> import torch
     >>> net = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1))

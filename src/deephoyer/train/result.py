@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from rich.table import Table
 from torch import Tensor, nn
 
@@ -27,7 +28,7 @@ def finish(run: Run) -> dict[str, Any]:
     if (run.folder / "summary.json").exists():
         return run.folder.read_json("summary.json")
     example = run.data.floats(run.data.test_x[:2])
-    final = _without_idle_weights(run.model, example)
+    final, why_not = _without_idle_weights(run, example)
     sparse = summary(final, example, latency=False).to_json()
     record: dict[str, Any] = {
         "format": FORMAT,
@@ -39,6 +40,8 @@ def finish(run: Run) -> dict[str, Any]:
         "seconds": {stage: round(s, 1) for stage, s in run.state.seconds.items()},
         "sparse": sparse,
     }
+    if why_not is not None:
+        record["not_tidied"] = why_not
     if run.state.prune_value is not None:
         record["prune_value"] = run.state.prune_value
     origin = {"recipe": record["recipe"], "accuracy": run.state.accuracy, "protocol": run.recipe.select}
@@ -53,19 +56,24 @@ def finish(run: Run) -> dict[str, Any]:
     return record
 
 
-def _without_idle_weights(model: nn.Module, example: Tensor) -> nn.Module:
-    """The network that is counted and kept; as it stands where its channels can't be followed."""
+def _without_idle_weights(run: Run, example: Tensor) -> tuple[nn.Module, str | None]:
+    """The network that is counted and kept; as it was trained, and why, where its idle weights can't be told."""
     try:
-        return tidy(model, example)
-    except UserError:
-        return model
+        made = tidy(run.model, example)
+    except UserError as why:
+        return run.model, str(why)
+    before, after = (run.predictions(m, run.data.test_x) for m in (run.model, made))
+    if not torch.equal(before, after):
+        return run.model, f"without them it predicts otherwise for {int((before != after).sum())} of the test images."
+    return made, None
 
 
 def _zeros(model: nn.Module, masks: Masks | None) -> Masks | None:
     """What is zero in the end, of what was pruned: idle weights too, but no bias that took up a constant."""
     if masks is None:
         return None
-    return Masks({n: p != 0 if p.dim() > 1 else masks[n] | (p != 0) for n, p in model.named_parameters() if n in masks})
+    left = {name: p.detach() != 0 for name, p in model.named_parameters() if name in masks}
+    return Masks({n: left[n] | masks[n].to(left[n].device) if left[n].dim() < 2 else left[n] for n in left})
 
 
 def _compacted(run: Run, example: Tensor, origin: dict[str, Any], files: dict[str, int]) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 Each member is an ordinary `Run` with a folder of its own; its network is a slice of the stacked one, so that pruning,
 counting and saving are a run's own, and a member that was cut off can go on alone or in another stack. Members may
-differ in their seed, in penalty, groups and strength, and in how they are pruned.
+differ in their seed, in penalty, groups and strength, and in how they are pruned. What dropout leaves out is drawn for
+the stack as a whole, so with it a member's numbers are not those of the same run alone.
 """
 
 from __future__ import annotations

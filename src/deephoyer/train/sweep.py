@@ -30,6 +30,8 @@ from deephoyer.train import recipe as recipes
 from deephoyer.train import sharing
 from deephoyer.train.progress import describe
 
+GPU_TROUBLES = ("CUDA error", "CUDA driver error", "Triton Error [CUDA]", "cuDNN error")
+
 
 @dataclass
 class Member:
@@ -71,7 +73,8 @@ class Member:
     def struck_down(self) -> bool:
         """Whether it failed on the GPU, for the first time: the fault may have been another's."""
         ended = self.status in (1, -signal.SIGABRT)  # told by Python, or by what lies under it
-        return ended and not self.again and "CUDA error" in _text(self.folder / "log.txt")
+        words = _text(self.folder / "log.txt")
+        return ended and not self.again and any(trouble in words for trouble in GPU_TROUBLES)
 
     def once_more(self) -> Member:
         self.process, self.status, self.again = None, None, True
@@ -133,7 +136,7 @@ def _conduct(
         while waiting or struck or any(m.busy for m in team):
             busy = [m for m in team if m.busy]
             if not waiting and not busy:  # only now: the GPU's server is in order again when the last has left it
-                waiting, struck = [m.once_more() for m in struck], []
+                waiting = [struck.pop(0).once_more()]  # alone, for one of them may have been the cause
             while waiting and len(busy) < jobs:
                 busy.append(_start(words, environment, waiting.pop(0)))
             for member in busy:
