@@ -1,5 +1,6 @@
 """Weights that nothing depends on are zeroed, and outputs stay."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -67,6 +68,33 @@ def test_zero_padding_brings_no_weight_back():
     made = tidy(net, x)
     assert not ((net[2].weight == 0) & (made[2].weight != 0)).any()
     torch.testing.assert_close(made(x), net(x))
+
+
+class Gate(nn.Module):
+    def __init__(self, gate):
+        super().__init__()
+        self.gate = gate
+
+    def forward(self, t):
+        return self.gate(t)
+
+
+@pytest.mark.parametrize(
+    "gate",
+    [
+        lambda t: torch.where(t > 9, t, torch.zeros_like(t)),
+        lambda t: torch.fmax(t, torch.full_like(t, 9.0)),
+        lambda t: (t > 9).to(t.dtype),
+        lambda t: (t - 9).nan_to_num().clamp(min=0),
+    ],
+)
+def test_a_gate_that_only_large_inputs_open_is_no_constant(gate):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 8), Gate(gate), nn.Linear(8, 3)).double()
+    x = torch.randn(2, 6, dtype=torch.float64)
+    wide = 40 * torch.randn(50, 6, dtype=torch.float64)
+    for made in (tidy(net, x), compact(net, x)):
+        torch.testing.assert_close(made(wide), net(wide))
 
 
 def test_what_a_run_saves_as_zero_is_zero_and_a_bias_that_took_a_constant_is_not():

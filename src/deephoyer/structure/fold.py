@@ -22,6 +22,9 @@ from deephoyer.inference import Examples, call
 from deephoyer.structure.inputs import random_like, tensors_in
 from deephoyer.structure.layers import CONV, EMBEDDING, LINEAR, NORM, WIRING, Kind, channel_dim, clear, kind_of, nonzero
 
+LARGE = 1000.0
+"""Gates that open beyond a bound (`torch.where(x > 4, …)`) swallow NaN, and ordinary inputs may leave them shut."""
+
 
 @dataclass
 class Folded:
@@ -39,6 +42,9 @@ def fold(model: nn.Module, inputs: Examples) -> Folded:
     with torch.no_grad():
         witness.run(inputs)
         witness.run(random_like(inputs, 3))
+        for scale in (LARGE, -LARGE):
+            with suppress(Exception):
+                witness.run(random_like(inputs, 5, scale=scale))
         if not all(t.is_floating_point() for t in tensors_in(inputs)):
             # NaN can't stand for tokens and masks, so what depends on them must be seen to vary.
             with suppress(Exception):
@@ -101,7 +107,9 @@ class _Witness:
             if kind is None or kind is EMBEDDING:
                 return
             rows = _rows(tensors_in((args, kwargs))[0], channel_dim(module, kind))
-            low, high = rows.amin(1), rows.amax(1)
+            there = rows.isfinite()  # large inputs may overflow, which says nothing
+            low = rows.where(there, torch.inf).amin(1)
+            high = rows.where(there, -torch.inf).amax(1)
             if name in self.range:
                 low, high = torch.minimum(low, self.range[name][0]), torch.maximum(high, self.range[name][1])
             self.range[name] = (low, high)

@@ -30,8 +30,8 @@ def one_sample(inputs: Examples) -> Examples:
     return pytree.tree_map(lambda t: t[:1] if isinstance(t, Tensor) else t, inputs)
 
 
-def random_like(inputs: Examples, seed: int = 0, bold: bool = False) -> Examples:
-    """Examples of the same shapes and kinds: normal numbers, and integers within the range of the given ones.
+def random_like(inputs: Examples, seed: int = 0, bold: bool = False, scale: float = 1.0) -> Examples:
+    """Examples of the same shapes and kinds: normal numbers × `scale`, and integers within the range of the given ones.
 
     Masks stay as they are, since not every mask makes sense; `bold` draws them too, and integers from 0.
     """
@@ -41,7 +41,7 @@ def random_like(inputs: Examples, seed: int = 0, bold: bool = False) -> Examples
         if not isinstance(leaf, Tensor) or leaf.numel() == 0:
             return leaf
         if leaf.is_floating_point() or leaf.is_complex():
-            drawn = torch.randn(leaf.shape, generator=generator, dtype=torch.float64)
+            drawn = scale * torch.randn(leaf.shape, generator=generator, dtype=torch.float64)
             return drawn.to(device=leaf.device, dtype=leaf.dtype)
         if leaf.dtype == torch.bool:
             return torch.rand(leaf.shape, generator=generator).to(leaf.device) < 0.5 if bold else leaf
