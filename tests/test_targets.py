@@ -128,7 +128,8 @@ def run(folder, *changes):
 
 def test_a_run_with_a_target_meets_it_and_its_record_has_the_value(tmp_path):
     job, summary = run(tmp_path / "run", "prune.target={density: 0.2}")
-    assert 0.1999 < summary["sparse"]["total"]["nonzeros"] / 266_200 <= 0.2
+    assert 0.1999 < job.masks.density <= 0.2
+    assert 0.18 < summary["sparse"]["total"]["nonzeros"] / 266_200 <= 0.2, "idle weights are gone besides"
     assert summary["prune_value"] == job.state.prune_value > 0
     publish.publish(tmp_path / "run", tmp_path / "results" / "one")
     made = record.read(tmp_path / "results" / "one")
