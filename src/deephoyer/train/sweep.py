@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,30 +160,53 @@ def _conduct(
 
 
 def run_stacked(recipe: str, overrides: Sequence[str], team: Sequence[Member], say: Callable[[str], None]) -> None:
-    """Runs the members in this process, those that can be stacked together as one batched network."""
-    from deephoyer.train.result import finish
-    from deephoyer.train.run import Run
-    from deephoyer.train.stack import Stack, alike
+    """Runs the members, those that can be stacked together as one batched network.
 
-    chosen = {id(m): recipes.read(recipe, [*overrides, *m.overrides]) for m in team}
+    Several stacks get a process each, one after the other: an error on a GPU leaves a process of no more use.
+    """
+    from deephoyer.train.stack import alike
+
     groups: dict[str, list[Member]] = {}
+    chosen = {id(m): recipes.read(recipe, [*overrides, *m.overrides]) for m in team}
     for member in team:
         groups.setdefault(alike(chosen[id(member)]), []).append(member)
     for number, group in enumerate(groups.values(), 1):
         say(f"stack {number} of {len(groups)}: {len(group)} runs")
-        stack = Stack([Run(chosen[id(m)], m.folder) for m in group], say)
+        work = [(chosen[id(m)].to_yaml(), m.folder) for m in group]
         try:
-            stack.execute()
-        except UserError as why:  # a network that can't be stacked; other stacks may still go well
+            failures = _stacked(work, say) if len(groups) == 1 else _elsewhere(work)
+        except (RuntimeError, UserError) as why:  # other stacks may still go well
             say(f"stack {number} failed: {why}")
-            stack.failed |= {run: why for run in stack.runs if not run.finished() and run not in stack.failed}
-        for member, run in zip(group, stack.runs, strict=True):
-            failure = stack.failed.get(run)
+            failures = [None if (m.folder / "summary.json").exists() else str(why) for m in group]
+        for member, failure in zip(group, failures, strict=True):
             member.status = 0 if failure is None else 1
-            if failure is None:
-                finish(run)
-            else:
+            if failure is not None:
+                member.folder.mkdir(parents=True, exist_ok=True)
                 write_atomically(member.folder / "log.txt", f"deephoyer: {failure}\n".encode())
+
+
+Work = list[tuple[str, Path]]
+"""Recipes, as text, and the folders of their runs."""
+
+
+def _stacked(work: Work, say: Callable[[str], None] = print) -> list[str | None]:
+    """Trains and finishes the runs as one network; gives what went wrong with each."""
+    from deephoyer.train.result import finish
+    from deephoyer.train.run import Run
+    from deephoyer.train.stack import Stack
+
+    runs = [Run(recipes.parse(text, str(folder)), folder) for text, folder in work]
+    stack = Stack(runs, say).execute()
+    for run in runs:
+        if run not in stack.failed:
+            finish(run)
+    return [str(stack.failed[run]) if run in stack.failed else None for run in runs]
+
+
+def _elsewhere(work: Work) -> list[str | None]:
+    """The same in a process of its own; one that dies raises, too."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(_stacked, work).result()
 
 
 def _start(words: list[str], environment: dict[str, str], member: Member) -> Member:
