@@ -141,13 +141,14 @@ def test_a_run_ends_with_a_smaller_network_that_predicts_the_same_image_by_image
     assert there["macs_there"] < 0.9 * record["compact"]["baseline"]["total"]["macs_there"]
 
 
-def test_the_files_of_a_run_have_the_sizes_that_are_told_and_compaction_makes_none_larger(run):
+def test_the_files_of_a_run_have_the_sizes_that_are_told_and_compaction_adds_no_more_than_an_index(run):
     folder, _ = run
     record = json.loads((folder / "summary.json").read_text())
     assert record["files"] == {file: os.path.getsize(folder / file) for file in record["files"]}
     for file, told in (("finetuned", record["sparse"]), ("compact", record["compact"])):
         assert told["total"]["bytes_stored"] == body_size(folder / f"{file}.safetensors")
-    assert record["files"]["compact.safetensors"] < record["files"]["finetuned.safetensors"]
+    small, sparse = (record[part]["total"]["bytes_stored"] for part in ("compact", "sparse"))
+    assert small <= 1.01 * sparse  # idle weights are gone from both; which inputs are passed over is stored besides
 
 
 def body_size(path) -> int:
