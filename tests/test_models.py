@@ -70,6 +70,7 @@ def test_bad_names_and_settings_are_refused():
         ("lenet-5", {"depth": 3}, "its settings: classes"),
         ("resnet-20", {"shortcut": "padd"}, "Did you mean 'pad'"),
         ("alexnet", {"dropout": 1.0}, "dropout is 1.0"),
+        ("lenet-300-100", {"dropout": -0.1}, "dropout is -0.1"),
         ("resnet-50", {"stride": "conv3"}, "not a stride"),
     ]:
         with pytest.raises(UserError, match=match):

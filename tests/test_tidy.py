@@ -10,7 +10,8 @@ from deephoyer import models
 from deephoyer.counting import count
 from deephoyer.masks import Masks
 from deephoyer.structure import compact, tidy
-from deephoyer.train.result import _zeros
+from deephoyer.train import recipe, result
+from deephoyer.train.run import Run
 
 
 def sparse_(model, density, seed):
@@ -106,8 +107,25 @@ def test_what_a_run_saves_as_zero_is_zero_and_a_bias_that_took_a_constant_is_not
     with torch.no_grad():
         net[0].bias[1] = 1
     made = tidy(net, torch.randn(5, 3))
-    zeros = _zeros(made, masks)
+    zeros = result._zeros(made, masks)
     assert zeros.keys() == masks.keys()
     for name, p in made.named_parameters():
         assert not (p != 0)[~zeros[name]].any()
     assert zeros["2.bias"].all() and not zeros["2.weight"][:, 1].any()
+
+
+def test_a_network_that_would_predict_otherwise_is_kept_as_it_was_trained(tmp_path, monkeypatch):
+    quick = [
+        "data={name: mnist, limit: 300}",
+        "device=cpu",
+        "pretrain.epochs=1",
+        "regularize.epochs=1",
+        "finetune.epochs=1",
+    ]
+    job = Run(recipe.read("demo", quick), tmp_path).execute()
+    monkeypatch.setattr(result, "tidy", lambda model, example: models.make("lenet-300-100"))
+    record = result.finish(job)
+    assert record["sparse"]["total"]["nonzeros"] == sum(
+        int((p != 0).sum()) for p in job.model.parameters() if p.dim() > 1
+    )
+    assert any("idle weights were left in" in str(part) for part in result.tables(record, 120))

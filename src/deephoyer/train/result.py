@@ -97,6 +97,8 @@ PROTOCOLS = {
 def tables(record: dict[str, Any], width: int) -> list[Table | str]:
     """The record as a person reads it."""
     made: list[Table | str] = [Summary.from_json(record["sparse"]).table(width), _accuracies(record)]
+    if "not_tidied" in record:
+        made.append(f"idle weights were left in: {record['not_tidied']}")
     if "compact" in record:
         made.append(Summary.from_json(record["compact"]).comparison())
         images = record["changed_predictions"]
