@@ -1,4 +1,4 @@
-"""What this repository publishes: the page of results is made from its records, and the prose says what the page says."""
+"""What this repository publishes: a page of results made from its records, and prose that says what the page says."""
 
 import re
 from pathlib import Path
