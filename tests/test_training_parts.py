@@ -123,6 +123,21 @@ def test_teachers_of_photographs_are_asked_in_the_step():
     assert Teachers([models.make("lenet-300-100")], few, 1, True, 4.0, 0.7).table is not None
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_teachers_made_ready_say_what_they_said_in_half_precision(compiled, monkeypatch):
+    monkeypatch.setattr("deephoyer.train.compiling.BACKEND", "aot_eager")
+    torch.manual_seed(0)
+    few, teacher, x = data.load("mnist", limit=4), models.make("resnet-20").eval(), torch.randn(4, 3, 32, 32)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        said = F.softmax(teacher(x).float() / 4.0, 1)
+    asked = Teachers([teacher], few, 4, True, 4.0, 1.0, half=True, compiled=compiled)
+    logits, labels = torch.randn(4, 10), torch.zeros(4, dtype=torch.long)
+    far = F.kl_div(F.log_softmax(logits / 4.0, 1), said, reduction="none").sum(1) * 16
+    found = asked.losses(logits, labels, x, torch.arange(4), None, None)
+    torch.testing.assert_close(found, far, rtol=1e-2 if compiled else 1e-6, atol=1e-3 if compiled else 1e-7)
+    assert teacher.conv1.weight.dtype is torch.bfloat16 and teacher.bn1.weight.dtype is torch.float32
+
+
 QUICK = [
     "data={name: mnist, limit: 300}",
     "device=cpu",
@@ -250,9 +265,9 @@ def control(tmp_path, monkeypatch):
 @pytest.mark.parametrize("end", [None, KeyboardInterrupt, RuntimeError])
 def test_a_private_mps_lasts_as_long_as_the_sweep_however_that_ends(control, end):
     said = []
-    with nullcontext() if end is None else pytest.raises(end), sharing.mps(said.append) as environment:
+    with nullcontext() if end is None else pytest.raises(end), sharing.mps(said.append, 4) as environment:
         folder = environment["CUDA_MPS_PIPE_DIRECTORY"]
-        assert os.path.isdir(folder)
+        assert os.path.isdir(folder) and environment[sharing.PART] == "50"
         if end is not None:
             raise end
     assert control() == [["start", folder], ["quit", folder]]
@@ -262,15 +277,21 @@ def test_a_private_mps_lasts_as_long_as_the_sweep_however_that_ends(control, end
 def test_an_mps_that_runs_already_is_left_alone(control, tmp_path, monkeypatch):
     (tmp_path / "nothing").mkdir()
     (tmp_path / "nothing" / "control").touch()
-    with sharing.mps(print) as environment:
-        assert environment == {}
+    with sharing.mps(print, 8) as environment:
+        assert environment == {sharing.PART: "25"}
     assert [call[0] for call in control()] == ["get_server_list"]
+
+
+def test_two_fill_the_gpu_and_a_users_own_part_stays(monkeypatch):
+    assert [sharing.part(n)[sharing.PART] for n in (1, 2, 3, 16)] == ["100", "100", "67", "13"]
+    monkeypatch.setenv(sharing.PART, "30")
+    assert sharing.part(4) == {}
 
 
 def test_an_mps_that_does_not_start_is_done_without(control, monkeypatch):
     monkeypatch.setenv("REFUSES", "1")
     said = []
-    with sharing.mps(said.append) as environment:
+    with sharing.mps(said.append, 4) as environment:
         assert environment == {}
     assert len(said) == 1 and "exit status 1" in said[0]
     assert [call[0] for call in control()] == ["start"]
@@ -278,7 +299,7 @@ def test_an_mps_that_does_not_start_is_done_without(control, monkeypatch):
 
 def test_without_the_program_or_a_gpu_to_share_nothing_is_started(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    with sharing.mps(pytest.fail) as environment:
+    with sharing.mps(pytest.fail, 4) as environment:
         assert environment == {}
     assert not sharing.shares_a_gpu(["cpu", "cpu"], 2)
     assert not sharing.shares_a_gpu(["auto", "auto"], 1)

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 from deephoyer.data import Dataset
 from deephoyer.train.batches import moved
+from deephoyer.train.compiling import Compiled, repeated
 from deephoyer.train.places import place
+from deephoyer.weights import LAYERS
 
 MOST_PASSES = 30
 """A table costs a pass over the training images for every position; beyond so many it does not pay."""
@@ -34,6 +36,7 @@ class Teachers:
         temperature: float,
         weight: float,
         half: bool = False,
+        compiled: bool = False,
         most_passes: int = MOST_PASSES,
         say: Callable[[str], None] = lambda text: None,
     ):
@@ -43,11 +46,21 @@ class Teachers:
         places = list(itertools.product((False, True) if flips else (False,), steps, steps))
         who = "the teacher" if len(self.teachers) == 1 else f"{len(self.teachers)} teachers"
         self.table: Tensor | None = None
+        self.compiled = Compiled(())
         if len(places) > most_passes:
             say(f"asks {who} about each batch")
+            self._make_ready(compiled)
         else:
             say(f"asks {who} about every image in {len(places)} positions; on a CPU that may take minutes")
             self.table = torch.stack([self._everywhere(data, *spot) for spot in places])
+
+    def _make_ready(self, compiled: bool) -> None:
+        """For many steps: weights are halved once and not at each call, which gives the same; blocks are compiled."""
+        for layer in (m for teacher in self.teachers for m in teacher.modules() if isinstance(m, LAYERS)):
+            if self.half:
+                layer.to(torch.bfloat16)
+        if compiled:
+            self.compiled = Compiled([m for teacher in self.teachers for m in repeated(teacher) or [teacher]])
 
     def _everywhere(self, data: Dataset, flip: bool, rows: int, columns: int) -> Tensor:
         """What the teachers say of all training images in one position."""
@@ -60,7 +73,7 @@ class Teachers:
 
     @torch.no_grad()
     def _ask(self, x: Tensor, half: bool) -> Tensor:
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=half):
+        with self.compiled.on(), torch.autocast(x.device.type, torch.bfloat16, enabled=half):
             answers = [teacher(x) for teacher in self.teachers]
         return torch.stack([F.softmax(answer.float() / self.temperature, 1) for answer in answers]).mean(0)
 

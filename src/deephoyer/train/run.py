@@ -298,9 +298,16 @@ class Run:
                 teacher = teacher.to(memory_format=torch.channels_last)
             made.append(teacher)
         recipe = self.recipe
-        half, say = recipe.precision == "bfloat16", self.progress.note
         return Teachers(
-            made, self.data, recipe.shift, recipe.flip, settings.temperature, settings.weight, half, say=say
+            made,
+            self.data,
+            recipe.shift,
+            recipe.flip,
+            settings.temperature,
+            settings.weight,
+            half=recipe.precision == "bfloat16",
+            compiled=recipe.compile == "blocks",
+            say=self.progress.note,
         )
 
     def captures(self) -> bool:

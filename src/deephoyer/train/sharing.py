@@ -6,6 +6,7 @@ needed: whatever goes wrong with it, the sweep goes on without.
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import subprocess
@@ -17,6 +18,7 @@ from contextlib import contextmanager
 import torch
 
 CONTROL = "nvidia-cuda-mps-control"
+PART = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 
 
 def shares_a_gpu(devices: list[str], jobs: int) -> bool:
@@ -32,11 +34,27 @@ def quiet_threads() -> dict[str, str]:
     return {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": "1"}
 
 
+def part(processes: int) -> dict[str, str]:
+    """How much of the GPU each of several processes may fill: each unit is offered to two of them.
+
+    A process that may fill it all makes the others wait for its largest kernels; one that may only have its fair
+    share leaves units idle between its own. A user's setting stays.
+
+    >>> part(4)
+    {'CUDA_MPS_ACTIVE_THREAD_PERCENTAGE': '50'}
+    """
+    return {} if PART in os.environ else {PART: str(min(100, math.ceil(200 / processes)))}
+
+
 @contextmanager
-def mps(say: Callable[[str], None]) -> Iterator[dict[str, str]]:
-    """What the processes' environment needs to share a GPU through MPS, for as long as this lasts; {} without it."""
-    if shutil.which(CONTROL) is None or _asked("get_server_list", os.environ) is not None:
-        yield {}  # not installed; or one runs already, and is found without our help
+def mps(say: Callable[[str], None], processes: int) -> Iterator[dict[str, str]]:
+    """What the environment of so many processes needs to share a GPU through MPS, for as long as this lasts; {}
+    without it."""
+    if shutil.which(CONTROL) is None:
+        yield {}
+        return
+    if _asked("get_server_list", os.environ) is not None:
+        yield part(processes)  # one runs already, and is found without our help
         return
     folder = tempfile.mkdtemp(prefix="mps-")  # a short path: sockets have no room for more
     added = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
@@ -45,7 +63,7 @@ def mps(say: Callable[[str], None]) -> Iterator[dict[str, str]]:
         trouble = _start(environment)
         if trouble:
             say(f"NVIDIA's MPS did not start ({trouble}); the runs take turns on the GPU.")
-        yield {} if trouble else added
+        yield {} if trouble else added | part(processes)
     finally:
         _asked("quit", environment)
         shutil.rmtree(folder, ignore_errors=True)

@@ -126,7 +126,8 @@ def run_all(
         environment = dict(os.environ)
         devices = [recipes.read(recipe, [*overrides, *m.overrides]).device for m in team]
         if sharing.shares_a_gpu(devices, jobs):
-            environment |= sharing.quiet_threads() | (stack.enter_context(sharing.mps(say)) if mps else {})
+            environment |= sharing.quiet_threads()
+            environment |= stack.enter_context(sharing.mps(say, min(jobs, len(team)))) if mps else {}
         _conduct([sys.executable, "-m", module, "run", recipe, *overrides], environment, team, jobs, show)
 
 
