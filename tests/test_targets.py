@@ -63,6 +63,17 @@ def test_macs_the_papers_way_and_executed_are_the_same_after_coupled_pruning():
     assert count(model, X)[1].macs_paper == count(dh.compact(model, X), X)[1].macs_there
 
 
+def test_with_joints_what_is_dead_in_one_layer_alone_is_counted_as_gone():
+    model, _ = uneven()
+    groups = ["filters", "channels"]
+    found = targets.value_for(targets.macs(model, X, 0.5, joints="gather"), model, StdRatio, groups)
+    dh.prune(model, StdRatio(found.value), groups)
+    (_, total), dense = count(model, X), count(models.make("resnet-20"), X)[1].macs_there
+    executed = {joints: count(dh.compact(model, X, joints=joints), X)[1].macs_there for joints in ("none", "gather")}
+    assert executed["gather"] / dense == found.number <= 0.5
+    assert executed["gather"] <= total.macs_paper and executed["gather"] < executed["none"]
+
+
 def test_single_weights_can_be_aimed_at_to_one():
     model = models.make("lenet-5")
     torch.manual_seed(0)

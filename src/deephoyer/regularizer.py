@@ -104,6 +104,12 @@ class Regularizer:
         """Whether the strength stays as it is now: a constant one, or a warm-up that is over."""
         return all(strengths.settled(s, self.steps) for s in self.schedules.values())
 
+    def strengthen(self, factor: float) -> None:
+        """Multiplies the strength of every kind of group, schedules and all; a factor below 1 weakens."""
+        not_negative(factor, "strengthen: the factor")
+        self.schedules = {kind: strengths.multiplied(s, factor) for kind, s in self.schedules.items()}
+        self._rescale()
+
     def _rescale(self) -> None:
         now = {k: not_negative(s(self.steps), f"strength of {k}") for k, s in self.schedules.items()}
         for (kind, factor), scale in self._scales.items():

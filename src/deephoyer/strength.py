@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from deephoyer.errors import UserError, not_negative, unknown
@@ -75,6 +75,19 @@ SCHEDULES: dict[str, type] = {"constant": Constant, "linear": Linear, "cosine": 
 def schedule(choice: Any) -> Schedule:
     """A number, a schedule or a callable, as a schedule."""
     return choice if callable(choice) else Constant(not_negative(choice, "strength"))
+
+
+def multiplied(made: Schedule, factor: float) -> Schedule:
+    """A schedule of the same shape; one of the user's own making is wrapped.
+
+    >>> multiplied(Linear(1.0, steps=4), 2)
+    Linear(value=2.0, steps=4, start=0.0)
+    """
+    if isinstance(made, Constant):
+        return replace(made, value=made.value * factor)
+    if isinstance(made, _Warmup):
+        return replace(made, value=made.value * factor, start=made.start * factor)
+    return lambda step: made(step) * factor
 
 
 def settled(made: Schedule, step: int) -> bool:

@@ -118,13 +118,15 @@ class _Tries:
                     tensor.copy_(before[name])
 
 
-def macs(model: nn.Module, examples: Examples, share: float, groups: Coupled | None = None) -> Goal:
+def macs(
+    model: nn.Module, examples: Examples, share: float, groups: Coupled | None = None, joints: str = "none"
+) -> Goal:
     """The multiply-accumulates that are left after compaction, as a share of the model's as it stands now."""
     dense = count(model, examples)[1].macs_there or 1
     graph = groups or Coupled(model, examples)
 
     def left() -> float:
-        return (count(compact(model, examples, groups=graph), examples)[1].macs_there or 0) / dense
+        return (count(compact(model, examples, groups=graph, joints=joints), examples)[1].macs_there or 0) / dense
 
     return Goal("the share of the MACs left", left, share)
 

@@ -37,7 +37,7 @@ def measure(model: nn.Module, recipe: Mapping[str, Any], compacted: bool = True)
     x, y = _test_set(json.dumps(named(recipe["data"]), sort_keys=True))
     model = model.float().cpu().eval()
     rows, total = count(model, x[:1])
-    small = compact(model, x[:2]) if compacted else None
+    small = compact(model, x[:2], joints=recipe.get("joints", "none")) if compacted else None
     return Measured(
         right=_right(model if small is None else small, x, y),
         images=len(x),

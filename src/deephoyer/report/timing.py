@@ -32,8 +32,9 @@ def timings(summary: Mapping[str, Any], model: nn.Module, recipe: Mapping[str, A
 
 def _here(model: nn.Module, recipe: Mapping[str, Any]) -> tuple[Timing, ...]:
     example = torch.randn(2, *models.input_shape(named(recipe["model"])["choice"]))
-    small, dense = measure([compact(model, example), build(recipe)], example, BATCHES)
-    return _paired("cpu", _cpu(torch.get_num_threads()), dense, small)
+    small = compact(model, example, joints=recipe.get("joints", "none"))
+    timed, dense = measure([small, build(recipe)], example, BATCHES)
+    return _paired("cpu", _cpu(torch.get_num_threads()), dense, timed)
 
 
 def _cpu(threads: int) -> str:

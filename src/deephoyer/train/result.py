@@ -78,7 +78,7 @@ def _zeros(model: nn.Module, masks: Masks | None) -> Masks | None:
 
 def _compacted(run: Run, example: Tensor, origin: dict[str, Any], files: dict[str, int]) -> dict[str, Any]:
     """The smaller network: saved, measured against the dense one, and its predictions compared image by image."""
-    small = compact(run.model, example)
+    small = compact(run.model, example, joints=run.recipe.joints)
     files["compact.safetensors"] = save(small, run.folder / "compact.safetensors", provenance=origin)
     dense = run.fresh_model()
     before, after = (run.predictions(m, run.data.test_x) for m in (run.model, small))

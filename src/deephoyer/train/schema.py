@@ -76,6 +76,8 @@ class Regularize(Training):
     penalty: str | dict[str, Any] = "hoyer-square"
     groups: str = "elements"
     strength: float | dict[str, float]
+    density: float | None = Field(default=None, gt=0, lt=1)
+    """The effective density to end at; the strength is then a first guess, and corrected after every epoch."""
     weigh: Literal["alike", "size"] = "alike"
     warmup: Warmup | None = None
     select: str | tuple[str, ...] | None = None
@@ -105,6 +107,16 @@ class Regularize(Training):
         kinds = self.groups.split("+")
         if isinstance(self.strength, dict) and set(self.strength) != set(kinds):
             raise UserError(f"strength has {sorted(self.strength)}, the groups are {sorted(kinds)}.")
+        return self
+
+    @model_validator(mode="after")
+    def _a_guess_can_be_corrected(self) -> Regularize:
+        if self.density is None:
+            return self
+        if self.warmup is not None:
+            raise UserError("give a warmup or a density to end at, not both: the strength is found either way.")
+        if not all(self.strength.values() if isinstance(self.strength, dict) else [self.strength]):
+            raise UserError("a strength of 0 can't be corrected; give a small one, like 1e-5, with the density.")
         return self
 
     def schedules(self, steps_an_epoch: int) -> Any:
@@ -203,6 +215,8 @@ class Recipe(_Part):
     precision: Literal["float32", "tf32", "bfloat16"] = "float32"
     channels_last: bool = False
     compile: Literal["off", "blocks"] = "off"
+    joints: Literal["none", "gather"] = "none"
+    """What `compact` may add to leave out channels that are dead in one layer alone."""
     distill: Distill | None = None
     rounds: int = Field(default=1, ge=1)
     pretrain: Pretrain

@@ -81,6 +81,10 @@ class Stack:
         self.runs = list(runs)
         if len({alike(run.recipe) for run in self.runs}) > 1:
             raise UserError("stack: the recipes differ in more than seed, penalty, groups, strength and pruning.")
+        if any(run.recipe.regularize.density is not None for run in self.runs):
+            raise UserError(
+                "stack: regularize.density corrects strengths after every epoch; stacks don't look at them."
+            )
         self.say = say
         self.failed: dict[Run, UserError] = {}
 
