@@ -336,7 +336,7 @@ def test_a_cifar_table_has_both_ways_of_counting_and_the_time_beside_what_was_re
     assert "| Group-HS 2e-4 | reported: DeepHoyer | 93.14 | 93.58 | 2.38× |" in text
     assert "| DepGraph | reported: Fang et al. 2023 | 93.53 | 93.64 |  | 2.57× |" in text
     assert "93.80 | 40.0M, 3.14× | 50.0M, 2.51× | 345,678 |  |  | 300 → 150, 2.00× |" in text
-    assert "`deephoyer run resnet-56-best`, seed 0" in text
+    assert "- resnet-56-best, 2.51×, test-best: `deephoyer run resnet-56-best seed=0`" in text
     assert "Nothing of ours" in table("resnet-110", [made])
     assert table("lenet-5-structure", [made]) == table("lenet-5-structure", [])
 

@@ -5,15 +5,20 @@ import dataclasses
 import pytest
 import torch
 from torch import nn
+from typer.testing import CliRunner
 
 import deephoyer as dh
 from deephoyer import models, targets
+from deephoyer.cli import app
 from deephoyer.counting import count
+from deephoyer.data import DATASETS
 from deephoyer.report import publish, record
+from deephoyer.report.measure import measure
 from deephoyer.rules import Absolute, StdRatio
 from deephoyer.train import recipe
 from deephoyer.train.result import finish
 from deephoyer.train.run import Run
+from test_compiling import noise
 
 X = torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 
@@ -72,6 +77,22 @@ def test_with_joints_what_is_dead_in_one_layer_alone_is_counted_as_gone():
     executed = {joints: count(dh.compact(model, X, joints=joints), X)[1].macs_there for joints in ("none", "gather")}
     assert executed["gather"] / dense == found.number <= 0.5
     assert executed["gather"] <= total.macs_paper and executed["gather"] < executed["none"]
+
+
+def test_a_run_with_joints_is_counted_stored_measured_and_compacted_with_them(tmp_path, monkeypatch):
+    monkeypatch.setitem(DATASETS._makers, "compiling-noise", noise)
+    untrained = ["pretrain={epochs: 0}", "regularize={epochs: 0, strength: 0}", "finetune={epochs: 0}"]
+    pruned = ["prune={rule: std-ratio, groups: filters+channels, target: {macs: 0.5}}", "joints=gather"]
+    made = recipe.read("demo", ["model=resnet-20", "data=compiling-noise", "device=cpu", *untrained, *pruned])
+    run = Run(made, tmp_path / "run").execute()
+    found = finish(run)["compact"]["total"]["macs_there"]
+    dense = count(models.make("resnet-20"), X)[1].macs_there
+    assert found <= 0.5 * dense < count(dh.compact(run.model, X), X)[1].macs_there
+    assert measure(run.model, made.model_dump(mode="json")).compact.macs == found
+    done = CliRunner().invoke(app, ["compact", str(run.folder.path), "--out", str(tmp_path / "again.safetensors")])
+    assert done.exit_code == 0, done.output
+    again, first = (p.stat().st_size for p in (tmp_path / "again.safetensors", run.folder / "compact.safetensors"))
+    assert again == first
 
 
 def test_single_weights_can_be_aimed_at_to_one():

@@ -161,7 +161,10 @@ def compact(
     target: Annotated[
         Path | None, typer.Option("--out", help="the file to write; compact.safetensors beside it")
     ] = None,
-    joints: Annotated[str, typer.Option(help="none, or gather: every layer keeps only its own live channels")] = "none",
+    joints: Annotated[
+        str | None,
+        typer.Option(help="none, or gather: layers keep their own live channels only; else as its recipe says"),
+    ] = None,
     model: ModelName = None,
 ) -> None:
     """Takes out of a stored network what is dead in it, compares the outputs, and writes the smaller one."""
@@ -172,9 +175,10 @@ def compact(
     from deephoyer.train.stored import open_network
 
     network, example = open_network(source, model)
+    origin = provenance(source / "finetuned.safetensors" if source.is_dir() else source) if model is None else None
+    joints = joints or (origin or {}).get("recipe", {}).get("joints", "none")
     small = smaller(network, example, joints=joints)
     place = target or (source if source.is_dir() else source.parent) / "compact.safetensors"
-    origin = provenance(source / "finetuned.safetensors" if source.is_dir() else source) if model is None else None
     size = save(small, place, provenance=origin)
     out.print(measure(small, example, baseline=network).comparison(), highlight=False)
     if joints != "none":

@@ -69,7 +69,27 @@ class Cosine(_Warmup):
         return (1 - math.cos(math.pi * done)) / 2
 
 
-SCHEDULES: dict[str, type] = {"constant": Constant, "linear": Linear, "cosine": Cosine}
+@dataclass(frozen=True)
+class Listed:
+    """one value after the other, each for so many `steps`; the last stays
+
+    >>> [Listed((1.0, 3.0), steps=2)(s) for s in (0, 1, 2, 9)]
+    [1.0, 1.0, 3.0, 3.0]
+    """
+
+    values: tuple[float, ...]
+    steps: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "values", tuple(not_negative(value, "strength") for value in self.values))
+        if not self.values or not isinstance(self.steps, int) or isinstance(self.steps, bool) or self.steps < 1:
+            raise UserError("strength: a list needs a value, and 1 step or more for each.")
+
+    def __call__(self, step: int) -> float:
+        return self.values[min(step // self.steps, len(self.values) - 1)]
+
+
+SCHEDULES: dict[str, type] = {"constant": Constant, "linear": Linear, "cosine": Cosine, "listed": Listed}
 
 
 def schedule(choice: Any) -> Schedule:
@@ -78,7 +98,7 @@ def schedule(choice: Any) -> Schedule:
 
 
 def multiplied(made: Schedule, factor: float) -> Schedule:
-    """A schedule of the same shape; one of the user's own making is wrapped.
+    """A schedule of the same shape; a function of the user's own is for the user to multiply.
 
     >>> multiplied(Linear(1.0, steps=4), 2)
     Linear(value=2.0, steps=4, start=0.0)
@@ -87,7 +107,9 @@ def multiplied(made: Schedule, factor: float) -> Schedule:
         return replace(made, value=made.value * factor)
     if isinstance(made, _Warmup):
         return replace(made, value=made.value * factor, start=made.start * factor)
-    return lambda step: made(step) * factor
+    if isinstance(made, Listed):
+        return replace(made, values=tuple(value * factor for value in made.values))
+    raise UserError("strengthen: the strength is a function of your own; multiply what it gives there.")
 
 
 def settled(made: Schedule, step: int) -> bool:
@@ -96,6 +118,8 @@ def settled(made: Schedule, step: int) -> bool:
     >>> settled(Linear(1.0, steps=4), 3), settled(Linear(1.0, steps=4), 4)
     (False, True)
     """
+    if isinstance(made, Listed):
+        return step >= made.steps * (len(made.values) - 1)
     return isinstance(made, Constant) or (isinstance(made, _Warmup) and step >= made.steps)
 
 

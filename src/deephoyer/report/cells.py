@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from deephoyer.report.rows import Row
 
@@ -28,3 +28,14 @@ def grid(titles: Sequence[str], lines: Sequence[Sequence[str]], text: int) -> st
     bars = ["---" if i < text else "---:" for i in range(len(titles))]
     cells = [[cell.replace("|", "\\|") for cell in line] for line in (titles, bars, *lines)]
     return "\n".join("| " + " | ".join(line) + " |" for line in cells)
+
+
+def again(own: Sequence[Row], size: Callable[[Row], str] = lambda row: "") -> str:
+    """The commands that run the measured rows again; `size` tells rows of one method apart."""
+    if not own:
+        return "Nothing of ours is measured yet."
+    lines = ["To run them again:", ""]
+    for row in own:
+        alone = f"; the best alone: `{row.best().command}`" if len(row.records) > 1 else ""
+        lines.append(f"- {row.method}{size(row)}, {row.protocol}: `{row.command}`{alone}")
+    return "\n".join(lines)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from deephoyer.report import published_cifar
-from deephoyer.report.cells import accuracy, grid, spread
+from deephoyer.report.cells import accuracy, again, grid, spread
 from deephoyer.report.published_cifar import Point
 from deephoyer.report.record import Record
 from deephoyer.report.rows import Kind, Row, is_ablation, on_front, rows
@@ -55,9 +55,10 @@ def table(name: str, records: Iterable[Record]) -> str:
     titles += ["parameters", *(f"ms, {'CPU' if device == 'cpu' else 'GPU'}, batch {n}" for device, n in TIMES), "front"]
     lines = [_reported(point) for point in kind.points] + [_measured(row, own) for row in own]
     parts = [f"## {kind.title}", _intro(kind), grid(titles, lines, text=2)]
-    parts += [] if own else ["Nothing of ours is measured yet."]
+    parts += [again(own, _fewer)]
     if ablations:
-        parts += [f"### Ablations: {kind.title}", grid(titles, [_measured(row, []) for row in ablations], text=2)]
+        lines = [_measured(row, []) for row in ablations]
+        parts += [f"### Ablations: {kind.title}", grid(titles, lines, text=2), again(ablations, _fewer)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -67,7 +68,7 @@ def _intro(kind: CifarKind) -> str:
         "and channels that are zero in a layer, whether or not they can be taken out; *executed* are those of the "
         "network that is left after compaction, with channels physically gone (of others: as they report it). "
         "Times are of the dense and the compacted network, measured in turns on one machine. Ours are means over "
-        "seeds, ± sd; ● is on the front of ours of its protocol, by MACs executed. `deephoyer run …` runs a line again."
+        "seeds, ± sd; ● is on the front of ours of its protocol, by MACs executed."
     )
 
 
@@ -80,7 +81,7 @@ def _reported(point: Point) -> list[str]:
 
 def _measured(row: Row, own: Sequence[Row]) -> list[str]:
     seeds = f"seed {row.seeds[0]}" if len(row.seeds) == 1 else f"seeds {', '.join(map(str, row.seeds))}"
-    numbers = f"measured, {row.protocol}: `deephoyer run {row.recipe}`, {seeds}"
+    numbers = f"measured, {row.protocol}, {seeds}"
     dense = 100 * statistics.fmean(record.accuracy["dense"] for record in row.records)
     macs = [_macs(row, lambda record: record.measured.total.macs_paper), _macs(row, executed)]
     cells = [f"**{row.method}**", numbers, f"{dense:.2f}", accuracy(row), *macs, spread(_parameters(row))]
@@ -90,6 +91,10 @@ def _measured(row: Row, own: Sequence[Row]) -> list[str]:
 def _parameters(row: Row) -> list[int]:
     counted = [(record.measured.compact, record.measured.total) for record in row.records]
     return [total.parameters if small is None else small.parameters for small, total in counted]
+
+
+def _fewer(row: Row) -> str:
+    return f", {row.kind.dense / statistics.fmean(executed(record) for record in row.records):.2f}×"
 
 
 def _macs(row: Row, size: Callable[[Record], int]) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from deephoyer.errors import unknown
 from deephoyer.report import cifar
-from deephoyer.report.cells import accuracy, grid, spread
+from deephoyer.report.cells import accuracy, again, grid, spread
 from deephoyer.report.published import NOT_SAID, Reported
 from deephoyer.report.record import Record
 from deephoyer.report.rows import KINDS, Kind, Row, in_table, is_ablation, on_front, rows
@@ -32,7 +32,7 @@ def table(name: str, records: Iterable[Record]) -> str:
     kind = KINDS[name]
     every = rows(records, kind)
     parts = [f"## {kind.title}", _intro(kind), _main(kind, [r for r in every if in_table(r)])]
-    parts += [_again([r for r in every if in_table(r)])]
+    parts += [again([r for r in every if in_table(r)])]
     parts += [_front(kind, [r for r in every if not is_ablation(r)]), _ablations(kind, every)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -90,17 +90,6 @@ def _layer(record: Record, name: str) -> int:
 
 def _shares(kind: Kind, size: float) -> list[str]:
     return [f"{size / kind.dense:.2%}".replace("%", " %"), f"{kind.dense / size:.1f}×" if size else ""]
-
-
-def _again(own: Sequence[Row]) -> str:
-    """The commands that run the measured rows again."""
-    if not own:
-        return "Nothing of ours is measured yet."
-    lines = ["To run them again:", ""]
-    for row in own:
-        alone = f"; the best alone: `{row.best().command}`" if len(row.records) > 1 else ""
-        lines.append(f"- {row.method}, {row.protocol}: `{row.command}`{alone}")
-    return "\n".join(lines)
 
 
 # The front, the ablations

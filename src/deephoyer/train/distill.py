@@ -56,8 +56,8 @@ class Teachers:
 
     def _make_ready(self, compiled: bool) -> None:
         """For many steps: weights are halved once and not at each call, which gives the same; blocks are compiled."""
-        for layer in (m for teacher in self.teachers for m in teacher.modules() if isinstance(m, LAYERS)):
-            if self.half:
+        if self.half:
+            for layer in (m for teacher in self.teachers for m in teacher.modules() if isinstance(m, LAYERS)):
                 layer.to(torch.bfloat16)
         if compiled:
             self.compiled = Compiled([m for teacher in self.teachers for m in repeated(teacher) or [teacher]])

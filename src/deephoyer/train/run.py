@@ -35,7 +35,7 @@ from deephoyer.train.distill import Teachers
 from deephoyer.train.folder import RunFolder
 from deephoyer.train.objective import Objective, logits
 from deephoyer.train.progress import Silent
-from deephoyer.train.pursuit import correction
+from deephoyer.train.pursuit import Pursuit, aim_of
 from deephoyer.train.rates import make_optimizer, rate_at, rates_in
 from deephoyer.train.schema import STAGES, Prune, Recipe, Regularize, Target, Training, named
 from deephoyer.train.state import State
@@ -179,7 +179,7 @@ class Run:
             following = STAGES.index(stage) + 1
             self.state.stage = STAGES[following] if following < len(STAGES) else "done"
         self.state.epoch, self.state.best, self.state.best_epoch = 0, -1.0, 0
-        self.state.regularizer, self.state.density, self.state.optimizer = None, None, {}
+        self.state.regularizer, self.state.optimizer = None, {}
         self._best = {}
         self._save({})
 
@@ -193,31 +193,34 @@ class Run:
         if self.masks is not None:
             self.masks.hold(optimizer, self.model)
         teachers = self.teachers if self.recipe.distill and stage != "pretrain" else None
+        pursuit = self._pursuit(settings, regularizer)
         objective = Objective(self.model, self.data, self.recipe, teachers)
         step = (CapturedStep if captured else PlainStep)(objective, optimizer, regularizer, self.device)
         self.progress.stage(stage, settings.epochs, self.state.epoch)
         for epoch in range(self.state.epoch, settings.epochs):
             line = self._epoch(stage, settings, epoch, step)
-            if isinstance(settings, Regularize) and regularizer is not None:
-                line |= self._corrected(settings, regularizer, line["effective_density"])
+            if pursuit is not None:
+                line |= pursuit.correct(line["effective_density"], self.state.epoch)
             self.state.seconds[stage] = time.monotonic() - began
             self.folder.add_metrics(line)
             self.progress.epoch(line)
             if time.monotonic() - self._saved > SAVE_SECONDS and epoch + 1 < settings.epochs:
                 self.save_within(*checkpoint.flatten(optimizer.state_dict()), regularizer)
+        if pursuit is not None:
+            self.progress.note(f"regularize: {pursuit.outcome()}")
         self.take_best()
 
-    def _corrected(self, settings: Regularize, regularizer: Regularizer, density: float) -> dict[str, float]:
-        """Corrects a strength that is to end at a density; gives the one this epoch had."""
-        if settings.density is None:
-            return {}
-        assert self.state.density is not None
-        had = max(regularizer.strength_now().values())
-        aim = settings.density ** ((self.state.round + 1) / self.recipe.rounds)  # as targets of pruning
+    def _pursuit(self, settings: Training, regularizer: Regularizer | None) -> Pursuit | None:
+        """What corrects the strength of a stage that is to end at a density."""
+        if not isinstance(settings, Regularize) or regularizer is None or settings.density is None:
+            return None
+        if self.state.dense is None:
+            self.state.dense = start = regularizer.effective_density().item()
+            if start <= settings.density:
+                raise UserError(f"regularize.density: it is {start:.3g} from the start; ask for less than that.")
+        aim = aim_of(settings.density, self.state.dense, (self.state.round + 1) / self.recipe.rounds)
         rates = [rate_at(settings, epoch, 1) for epoch in range(settings.epochs)]
-        regularizer.strengthen(correction(self.state.density, density, aim, rates, self.state.epoch))
-        self.state.density = density
-        return {"strength": had}
+        return Pursuit(regularizer, aim, rates)
 
     def _epoch(self, stage: str, settings: Training, epoch: int, step: PlainStep) -> dict[str, Any]:
         began = time.monotonic()
@@ -339,8 +342,6 @@ class Run:
         )
         if self.state.regularizer:
             made.load_state_dict(self.state.regularizer)
-        if self.state.density is None and settings.density is not None:
-            self.state.density = made.effective_density().item()
         return made
 
     def _groups(self, names: str) -> list[str | Grouping]:

@@ -7,7 +7,7 @@ before anything starts. Reading recipes from files is in `recipe.py`.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import yaml
@@ -19,7 +19,7 @@ from deephoyer.errors import UserError, not_negative, unknown
 from deephoyer.groups import GROUPINGS
 from deephoyer.penalties import PENALTIES
 from deephoyer.rules import RULES, Absolute, Rule, StdRatio, Threshold
-from deephoyer.strength import SCHEDULES
+from deephoyer.strength import SCHEDULES, Listed
 
 STAGES = ("pretrain", "regularize", "prune", "finetune")
 
@@ -70,12 +70,22 @@ class Warmup(_Part):
     epochs: int = Field(ge=1)
 
 
+Strength = float | dict[str, float] | tuple[float, ...]
+"""One number, one for each kind of group, or one for each epoch."""
+
+
+def _numbers(strength: Strength) -> Iterable[float]:
+    if isinstance(strength, dict):
+        return strength.values()
+    return strength if isinstance(strength, tuple) else (strength,)
+
+
 class Regularize(Training):
     """Training with a penalty on groups of weights."""
 
     penalty: str | dict[str, Any] = "hoyer-square"
     groups: str = "elements"
-    strength: float | dict[str, float]
+    strength: Strength
     density: float | None = Field(default=None, gt=0, lt=1)
     """The effective density to end at; the strength is then a first guess, and corrected after every epoch."""
     weigh: Literal["alike", "size"] = "alike"
@@ -97,8 +107,8 @@ class Regularize(Training):
 
     @field_validator("strength")
     @classmethod
-    def _strength_is_a_size(cls, choice: float | dict[str, float]) -> float | dict[str, float]:
-        for value in choice.values() if isinstance(choice, dict) else [choice]:
+    def _strength_is_a_size(cls, choice: Strength) -> Strength:
+        for value in _numbers(choice):
             not_negative(value, "strength")
         return choice
 
@@ -110,17 +120,30 @@ class Regularize(Training):
         return self
 
     @model_validator(mode="after")
+    def _one_strength_an_epoch(self) -> Regularize:
+        if isinstance(self.strength, tuple):
+            if len(self.strength) != self.epochs:
+                raise UserError(f"strength lists {len(self.strength)} values; one for each of {self.epochs} epochs.")
+            if self.warmup is not None:
+                raise UserError("a list of strengths says it all; leave out the warmup (regularize.warmup=null).")
+        return self
+
+    @model_validator(mode="after")
     def _a_guess_can_be_corrected(self) -> Regularize:
         if self.density is None:
             return self
         if self.warmup is not None:
-            raise UserError("give a warmup or a density to end at, not both: the strength is found either way.")
-        if not all(self.strength.values() if isinstance(self.strength, dict) else [self.strength]):
+            raise UserError("give a warmup or a density to end at, not both (regularize.warmup=null).")
+        if isinstance(self.strength, tuple):
+            raise UserError("give a list of strengths or a density to end at, not both (regularize.density=null).")
+        if not all(_numbers(self.strength)):
             raise UserError("a strength of 0 can't be corrected; give a small one, like 1e-5, with the density.")
         return self
 
     def schedules(self, steps_an_epoch: int) -> Any:
         """The strength as the regularizer takes it."""
+        if isinstance(self.strength, tuple):
+            return Listed(self.strength, steps_an_epoch)
         if self.warmup is None:
             return self.strength
         shape = SCHEDULES[self.warmup.kind]

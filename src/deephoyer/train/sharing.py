@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -21,12 +22,12 @@ CONTROL = "nvidia-cuda-mps-control"
 PART = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 
 
-def shares_a_gpu(devices: list[str], jobs: int) -> bool:
-    """Whether, of runs on these devices, two at once would be on the same GPU."""
-    if not torch.cuda.is_available() or jobs < 2:
-        return False
-    places = ["cuda:0" if d in ("auto", "cuda") else d for d in devices]
-    return any(place.startswith("cuda") and places.count(place) > 1 for place in places)
+def crowd(devices: list[str], jobs: int) -> int:
+    """Of runs on these devices, how many at once may be on the same GPU."""
+    if not torch.cuda.is_available():
+        return 0
+    places = Counter("cuda:0" if d in ("auto", "cuda") else d for d in devices)
+    return min(jobs, max((n for place, n in places.items() if place.startswith("cuda")), default=0))
 
 
 def quiet_threads() -> dict[str, str]:

@@ -42,7 +42,7 @@ def alike(recipe: Recipe) -> str:
     True
     """
     shared = {key: getattr(recipe.regularize, key) for key in Training.model_fields}
-    plain = Regularize(**shared, strength=0.0)
+    plain = Regularize(**shared, strength=1.0, density=recipe.regularize.density)
     return recipe.model_copy(update={"seed": 0, "prune": Prune(value=0.0), "regularize": plain}).model_dump_json()
 
 
@@ -83,7 +83,7 @@ class Stack:
             raise UserError("stack: the recipes differ in more than seed, penalty, groups, strength and pruning.")
         if any(run.recipe.regularize.density is not None for run in self.runs):
             raise UserError(
-                "stack: regularize.density corrects strengths after every epoch; stacks don't look at them."
+                "stack: regularize.density corrects strengths after every epoch, stacks don't; leave out --stack."
             )
         self.say = say
         self.failed: dict[Run, UserError] = {}

@@ -125,9 +125,10 @@ def run_all(
     with ExitStack() as stack:
         environment = dict(os.environ)
         devices = [recipes.read(recipe, [*overrides, *m.overrides]).device for m in team]
-        if sharing.shares_a_gpu(devices, jobs):
+        crowd = sharing.crowd(devices, jobs)
+        if crowd > 1:
             environment |= sharing.quiet_threads()
-            environment |= stack.enter_context(sharing.mps(say, min(jobs, len(team)))) if mps else {}
+            environment |= stack.enter_context(sharing.mps(say, crowd)) if mps else {}
         _conduct([sys.executable, "-m", module, "run", recipe, *overrides], environment, team, jobs, show)
 
 
