@@ -71,6 +71,7 @@ def test_bad_names_and_settings_are_refused():
         ("resnet-20", {"shortcut": "padd"}, "Did you mean 'pad'"),
         ("alexnet", {"dropout": 1.0}, "dropout is 1.0"),
         ("lenet-300-100", {"dropout": -0.1}, "dropout is -0.1"),
+        ("lenet-300-100", {"input_dropout": 1.0}, "input_dropout is 1.0"),
         ("resnet-50", {"stride": "conv3"}, "not a stride"),
     ]:
         with pytest.raises(UserError, match=match):

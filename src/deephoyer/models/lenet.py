@@ -13,15 +13,16 @@ from deephoyer.models.settings import count, share
 class LeNet300(nn.Module):
     """784-300-100-10 with ReLU: 266,200 weights"""
 
-    def __init__(self, classes: int = 10, dropout: float = 0.0):
+    def __init__(self, classes: int = 10, dropout: float = 0.0, input_dropout: float = 0.0):
         super().__init__()
-        self.drop = _dropout(dropout)
+        self.drop = _dropout("dropout", dropout)
+        self.drop_pixels = _dropout("input_dropout", input_dropout)
         self.fc1 = nn.Linear(784, 300)
         self.fc2 = nn.Linear(300, 100)
         self.fc3 = nn.Linear(100, count("classes", classes))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.drop(F.relu(self.fc1(x.flatten(1))))
+        x = self.drop(F.relu(self.fc1(self.drop_pixels(x.flatten(1)))))
         return self.fc3(self.drop(F.relu(self.fc2(x))))
 
 
@@ -36,7 +37,7 @@ class LeNet5(nn.Module):
 
     def __init__(self, classes: int = 10, dropout: float = 0.0):
         super().__init__()
-        self.drop = _dropout(dropout)
+        self.drop = _dropout("dropout", dropout)
         self.conv1 = nn.Conv2d(1, 20, 5)
         self.conv2 = nn.Conv2d(20, 50, 5)
         self.fc1 = nn.Linear(800, 500)
@@ -48,6 +49,6 @@ class LeNet5(nn.Module):
         return self.fc2(self.drop(F.relu(self.fc1(x.flatten(1)))))
 
 
-def _dropout(rate: float) -> nn.Module:
-    """Between linear layers while training; the paper's LeNets have none."""
-    return nn.Dropout(rate) if share("dropout", rate) else nn.Identity()
+def _dropout(name: str, rate: float) -> nn.Module:
+    """Before linear layers while training; the paper's LeNets have none."""
+    return nn.Dropout(rate) if share(name, rate) else nn.Identity()
