@@ -214,11 +214,11 @@ class Run:
         """What corrects the strength of a stage that is to end at a density."""
         if not isinstance(settings, Regularize) or regularizer is None or settings.density is None:
             return None
-        if self.state.dense is None:
-            self.state.dense = start = regularizer.effective_density().item()
+        if self.state.density_at_start is None:
+            self.state.density_at_start = start = regularizer.effective_density().item()
             if start <= settings.density:
                 raise UserError(f"regularize.density: it is {start:.3g} from the start; ask for less than that.")
-        aim = aim_of(settings.density, self.state.dense, (self.state.round + 1) / self.recipe.rounds)
+        aim = aim_of(settings.density, self.state.density_at_start, (self.state.round + 1) / self.recipe.rounds)
         rates = [rate_at(settings, epoch, 1) for epoch in range(settings.epochs)]
         return Pursuit(regularizer, aim, rates)
 

@@ -25,7 +25,7 @@ class State:
     prune_value: float | None = None
     metrics_size: int = 0
     regularizer: dict[str, Any] | None = None
-    dense: float | None = None
+    density_at_start: float | None = None
     optimizer: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
