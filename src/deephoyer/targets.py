@@ -121,7 +121,10 @@ class _Tries:
 def macs(
     model: nn.Module, examples: Examples, share: float, groups: Coupled | None = None, joints: str = "none"
 ) -> Goal:
-    """The multiply-accumulates that are left after compaction, as a share of the model's as it stands now."""
+    """The multiply-accumulates that are left after compaction, as a share of the model's as it stands now.
+
+    `joints` as in `compact`: with "gather", what is dead in one layer alone counts as gone.
+    """
     dense = count(model, examples)[1].macs_there or 1
     graph = groups or Coupled(model, examples)
 
