@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from deephoyer import models
 from deephoyer.data import Dataset
+from deephoyer.train import checkpoint
 from deephoyer.train.batches import moved
 from deephoyer.train.compiling import Compiled, repeated
 from deephoyer.train.places import place
+from deephoyer.train.schema import Recipe, named
 from deephoyer.weights import LAYERS
 
 MOST_PASSES = 30
@@ -91,3 +95,26 @@ class Teachers:
         softened = F.log_softmax(logits / self.temperature, 1)
         far = F.kl_div(softened, asked, reduction="none").sum(1) * self.temperature**2
         return (1 - self.weight) * F.cross_entropy(logits, labels, reduction="none") + self.weight * far
+
+
+def teachers_of(recipe: Recipe, data: Dataset, device: torch.device, say: Callable[[str], None]) -> Teachers:
+    """The teachers that a recipe names, ready to be asked where it runs."""
+    settings = recipe.distill
+    assert settings is not None
+    made = []
+    for path in settings.checkpoints:
+        chosen = named(settings.model)
+        teacher = models.make(chosen.pop("choice"), **chosen).to(device)
+        checkpoint.fill(teacher, Path(path), "distill.checkpoints")
+        made.append(teacher.to(memory_format=torch.channels_last) if recipe.channels_last else teacher)
+    return Teachers(
+        made,
+        data,
+        recipe.shift,
+        recipe.flip,
+        settings.temperature,
+        settings.weight,
+        half=recipe.precision == "bfloat16",
+        compiled=recipe.compile == "blocks",
+        say=say,
+    )

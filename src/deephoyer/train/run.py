@@ -31,7 +31,7 @@ from deephoyer.rules import Rule
 from deephoyer.structure import Coupled
 from deephoyer.train import batches, checkpoint, environment
 from deephoyer.train.batches import Epoch
-from deephoyer.train.distill import Teachers
+from deephoyer.train.distill import Teachers, teachers_of
 from deephoyer.train.folder import RunFolder
 from deephoyer.train.objective import Objective, logits
 from deephoyer.train.progress import Silent
@@ -306,27 +306,7 @@ class Run:
     @cached_property
     def teachers(self) -> Teachers:
         """The teachers of the recipe, asked once for all stages where they answer from a table."""
-        settings = self.recipe.distill
-        assert settings is not None
-        made = []
-        for path in settings.checkpoints:
-            teacher = models.make(**_renamed(named(settings.model))).to(self.device)
-            checkpoint.fill(teacher, Path(path), "distill.checkpoints")
-            if self.recipe.channels_last:
-                teacher = teacher.to(memory_format=torch.channels_last)
-            made.append(teacher)
-        recipe = self.recipe
-        return Teachers(
-            made,
-            self.data,
-            recipe.shift,
-            recipe.flip,
-            settings.temperature,
-            settings.weight,
-            half=recipe.precision == "bfloat16",
-            compiled=recipe.compile == "blocks",
-            say=self.progress.note,
-        )
+        return teachers_of(self.recipe, self.data, self.device, self.progress.note)
 
     def captures(self) -> bool:
         return self.device.type == "cuda" and self.recipe.capture == "auto"
