@@ -123,7 +123,9 @@ class Regularize(Training):
     def _one_strength_an_epoch(self) -> Regularize:
         if isinstance(self.strength, tuple):
             if len(self.strength) != self.epochs:
-                raise UserError(f"strength lists {len(self.strength)} values; one for each of {self.epochs} epochs.")
+                raise UserError(
+                    f"strength lists {len(self.strength)} values for {self.epochs} epochs; give one for each."
+                )
             if self.warmup is not None:
                 raise UserError("a list of strengths says it all; leave out the warmup (regularize.warmup=null).")
         return self
