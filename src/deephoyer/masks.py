@@ -174,11 +174,13 @@ def prune(
     groups: str | Grouping | Iterable[str | Grouping] = "elements",
     select: str | Iterable[str] | None = None,
     allow_empty: bool = False,
+    multiple: int = 1,
 ) -> Masks:
     """Zeroes the groups that the rule finds too small, in place, and gives the masks.
 
     A weight stays when all groups it is in stay. A rule that would leave nothing of a layer raises
-    and changes nothing, unless `allow_empty` is set.
+    and changes nothing, unless `allow_empty` is set. With `multiple` as many of a unit's groups stay as
+    is the nearest multiple of it: processors compute channels in blocks of 8 or 16.
 
     >>> from deephoyer.rules import Density
     >>> masks = prune(nn.Linear(10, 10), Density(0.2)); masks.density
@@ -189,8 +191,9 @@ def prune(
     units, scores = scored(model, groups, select)
     masks: dict[str, Tensor] = {}
     thresholds: dict[str, list[str]] = {}
-    for unit, verdict in zip(units, rule.judge(scores), strict=True):
-        gone = unit.spread((~verdict.keep).float())
+    for unit, score, verdict in zip(units, scores, rule.judge(scores), strict=True):
+        keep = verdict.keep if multiple == 1 else rounded(verdict.keep, score.score, multiple)
+        gone = unit.spread((~keep).float())
         for name, tensor, dead in zip(unit.names, unit.tensors, gone, strict=True):
             stays = (dead == 0).expand(tensor.shape)
             masks[name] = masks[name] & stays if name in masks else stays.clone()
@@ -204,6 +207,20 @@ def prune(
                     "Lower the threshold, or pass allow_empty=True."
                 )
     return Masks(masks, model).apply()
+
+
+def rounded(keep: Tensor, score: Tensor, multiple: int) -> Tensor:
+    """Which groups stay when their number is taken to the nearest multiple: those with the largest scores.
+
+    >>> rounded(torch.tensor([True, False, False, True]), torch.tensor([4.0, 1.0, 2.0, 3.0]), 3)
+    tensor([ True, False,  True,  True])
+    """
+    if multiple < 1:
+        raise UserError(f"prune: multiple is {multiple}; it is 1 or more.")
+    wanted = min(len(keep), (int(keep.sum()) + multiple // 2) // multiple * multiple)
+    best = torch.zeros_like(keep)
+    best[score.topk(wanted).indices] = True
+    return best & (score > 0)
 
 
 def scored(

@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -18,7 +19,7 @@ from deephoyer.counting import count
 from deephoyer.errors import UserError
 from deephoyer.groups import Grouping
 from deephoyer.inference import Examples
-from deephoyer.masks import Empties, prune, scored
+from deephoyer.masks import Empties, Masks, prune, scored
 from deephoyer.rules import Threshold
 from deephoyer.structure import Coupled, compact
 
@@ -48,11 +49,17 @@ class Found:
 
 
 def value_for(
-    goal: Goal, model: nn.Module, rule: type[Threshold], groups: Groups = "elements", select: Select = None
+    goal: Goal,
+    model: nn.Module,
+    rule: type[Threshold],
+    groups: Groups = "elements",
+    select: Select = None,
+    allow_empty: bool = False,
+    multiple: int = 1,
 ) -> Found:
     """Of sizes the first value that keeps the bound, of accuracies the last one; the model is left as it was.
 
-    No layer is ever emptied: values that would do that are not tried.
+    No layer is ever emptied, unless that is allowed: values that would do it are not tried. `multiple` as in `prune`.
 
     >>> from deephoyer.rules import Absolute
     >>> net = nn.Linear(10, 10)
@@ -60,7 +67,8 @@ def value_for(
     0.2
     """
     groups = groups if isinstance(groups, str | Grouping) else list(groups)
-    tries = _Tries(goal, model, rule, groups, select)
+    cut = partial(prune, model, groups=groups, select=select, allow_empty=allow_empty, multiple=multiple)
+    tries = _Tries(goal, model, lambda value: cut(rule(value)))
     values = borders(model, rule, groups, select)
     values = values[: bisect_left(values, True, key=tries.empties)]
     if not values:
@@ -90,8 +98,8 @@ def borders(model: nn.Module, rule: type[Threshold], groups: Groups, select: Sel
 class _Tries:
     """Prunes with a value, measures, and puts the weights back; nothing is measured twice."""
 
-    def __init__(self, goal: Goal, model: nn.Module, rule: type[Threshold], groups: Groups, select: Select):
-        self.goal, self.model, self.rule, self.groups, self.select = goal, model, rule, groups, select
+    def __init__(self, goal: Goal, model: nn.Module, cut: Callable[[float], Masks]):
+        self.goal, self.model, self.cut = goal, model, cut
         self.seen: dict[float, float] = {}
 
     def empties(self, value: float) -> bool:
@@ -108,7 +116,7 @@ class _Tries:
     def _pruned(self, value: float, measure: Callable[[], float]) -> float | None:
         before = {name: tensor.detach().clone() for name, tensor in self.model.named_parameters()}
         try:
-            prune(self.model, self.rule(value), self.groups, self.select)
+            self.cut(value)
             return measure()
         except Empties:
             return None

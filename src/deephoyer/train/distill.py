@@ -102,8 +102,8 @@ def teachers_of(recipe: Recipe, data: Dataset, device: torch.device, say: Callab
     settings = recipe.distill
     assert settings is not None
     made = []
-    for path in settings.checkpoints:
-        chosen = named(settings.model)
+    for kind, path in settings.teachers():
+        chosen = named(kind)
         teacher = models.make(chosen.pop("choice"), **chosen).to(device)
         checkpoint.fill(teacher, Path(path), "distill.checkpoints")
         made.append(teacher.to(memory_format=torch.channels_last) if recipe.channels_last else teacher)

@@ -17,11 +17,12 @@ def rate_at(stage: Training, step: int, steps_an_epoch: int) -> float:
     >>> rate_at(Training(epochs=4, lr=0.1, schedule="step", milestones=(2,)), step=20, steps_an_epoch=10)
     0.010000000000000002
     """
+    rate = stage.lr * min(1.0, (step + 1) / (stage.lr_warmup * steps_an_epoch)) if stage.lr_warmup else stage.lr
     if stage.schedule == "step":
-        return stage.lr * stage.gamma ** sum(step >= m * steps_an_epoch for m in stage.milestones)
+        return rate * stage.gamma ** sum(step >= m * steps_an_epoch for m in stage.milestones)
     if stage.schedule == "cosine":
-        return stage.lr * (1 + math.cos(math.pi * step / (stage.epochs * steps_an_epoch))) / 2
-    return stage.lr
+        return rate * (1 + math.cos(math.pi * step / (stage.epochs * steps_an_epoch))) / 2
+    return rate
 
 
 def rates_in(stage: Training, epoch: int, steps: int) -> list[float]:

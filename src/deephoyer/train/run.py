@@ -142,7 +142,7 @@ class Run:
         settings = self.recipe.prune
         groups = self._groups(settings.groups)
         rule = settings.make() if settings.target is None else self._aimed(settings, settings.target, groups)
-        self.masks = prune(self.model, rule, groups, settings.select)
+        self.masks = prune(self.model, rule, groups, settings.select, settings.allow_empty, settings.multiple)
 
     def _aimed(self, settings: Prune, target: Target, groups: list[str | Grouping]) -> Rule:
         """The rule with the value that meets the target; images that this run may select by decide on accuracy."""
@@ -156,7 +156,9 @@ class Run:
             least = self.accuracy(*self.watched) - target.drop if target.drop is not None else target.accuracy
             assert least is not None
             goal = targets.accuracy(lambda: self.accuracy(*self.watched), least)
-        found = targets.value_for(goal, self.model, settings.threshold(), groups, settings.select)
+        found = targets.value_for(
+            goal, self.model, settings.threshold(), groups, settings.select, settings.allow_empty, settings.multiple
+        )
         self.state.prune_value = found.value
         self.progress.note(f"prune: {settings.rule} {found.value:.4g}, where {goal.name} is {found.number:.4g}")
         return settings.threshold()(found.value)

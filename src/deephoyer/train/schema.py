@@ -24,6 +24,10 @@ from deephoyer.strength import SCHEDULES, Listed
 STAGES = ("pretrain", "regularize", "prune", "finetune")
 
 
+Choice = str | dict[str, Any]
+"""A name, or a mapping with a name and settings."""
+
+
 class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -34,6 +38,8 @@ class Training(_Part):
     epochs: int = Field(ge=0)
     optimizer: Literal["adam", "adamw", "sgd"] = "adam"
     lr: float = Field(default=1e-3, gt=0, allow_inf_nan=False)
+    lr_warmup: int = Field(default=0, ge=0)
+    """The epochs in which the rate rises to where its schedule has it."""
     schedule: Literal["constant", "step", "cosine"] = "constant"
     milestones: tuple[int, ...] = ()
     gamma: float = Field(default=0.1, gt=0, le=1)
@@ -83,7 +89,7 @@ def _numbers(strength: Strength) -> Iterable[float]:
 class Regularize(Training):
     """Training with a penalty on groups of weights."""
 
-    penalty: str | dict[str, Any] = "hoyer-square"
+    penalty: Choice = "hoyer-square"
     groups: str = "elements"
     strength: Strength
     density: float | None = Field(default=None, gt=0, lt=1)
@@ -94,7 +100,7 @@ class Regularize(Training):
 
     @field_validator("penalty")
     @classmethod
-    def _known_penalty(cls, choice: str | dict[str, Any]) -> str | dict[str, Any]:
+    def _known_penalty(cls, choice: Choice) -> Choice:
         PENALTIES.make(**named(choice))
         return choice
 
@@ -180,6 +186,8 @@ class Prune(_Part):
     target: Target | None = None
     groups: str = "elements"
     select: str | tuple[str, ...] | None = None
+    allow_empty: bool = False
+    multiple: int = Field(default=1, ge=1)
 
     _known_groups = field_validator("groups")(Regularize._known_groups.__func__)  # type: ignore[attr-defined]
 
@@ -212,23 +220,33 @@ class Prune(_Part):
 class Distill(_Part):
     """Learning from the mean prediction of trained networks besides the labels, while regularizing and finetuning."""
 
-    model: str | dict[str, Any]
+    model: Choice | tuple[Choice, ...]
     checkpoints: tuple[str, ...] = Field(min_length=1)
     temperature: float = Field(default=3.0, gt=0, allow_inf_nan=False)
     weight: float = Field(default=0.7, ge=0, le=1)
 
-    @field_validator("model")
-    @classmethod
-    def _known_model(cls, choice: str | dict[str, Any]) -> str | dict[str, Any]:
-        models.MODELS[named(choice)["choice"]]
-        return choice
+    @model_validator(mode="after")
+    def _known_models(self) -> Distill:
+        if isinstance(self.model, tuple) and len(self.model) != len(self.checkpoints):
+            raise UserError(
+                f"distill has {len(self.model)} models for {len(self.checkpoints)} checkpoints; "
+                "give one for each, or one for all."
+            )
+        for choice, _ in self.teachers():
+            models.MODELS[named(choice)["choice"]]
+        return self
+
+    def teachers(self) -> list[tuple[Choice, str]]:
+        """Each teacher's model and the checkpoint that holds its weights."""
+        kinds = self.model if isinstance(self.model, tuple) else (self.model,) * len(self.checkpoints)
+        return list(zip(kinds, self.checkpoints, strict=True))
 
 
 class Recipe(_Part):
     """The whole job: a model, its data, four stages; `rounds` repeats regularize and prune before finetuning."""
 
-    model: str | dict[str, Any]
-    data: str | dict[str, Any]
+    model: Choice
+    data: Choice
     seed: int = Field(default=0, ge=0)
     batch_size: int = Field(default=100, ge=1)
     device: str = "auto"
@@ -251,7 +269,7 @@ class Recipe(_Part):
 
     @field_validator("model")
     @classmethod
-    def _known_model(cls, choice: str | dict[str, Any]) -> str | dict[str, Any]:
+    def _known_model(cls, choice: Choice) -> Choice:
         models.MODELS[named(choice)["choice"]]
         return choice
 
@@ -263,7 +281,7 @@ class Recipe(_Part):
 
     @field_validator("data")
     @classmethod
-    def _known_data(cls, choice: str | dict[str, Any]) -> str | dict[str, Any]:
+    def _known_data(cls, choice: Choice) -> Choice:
         DATASETS[named(choice)["choice"]]
         return choice
 
