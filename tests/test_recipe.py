@@ -69,6 +69,12 @@ def test_an_override_reaches_anything_in_the_recipe():
         ("device=tpu", "device", "cpu"),
         ("seed=-1", "seed", "0"),
         ("pretrain.checkpoint=x.safetensors", "pretrain", "not both"),
+        ("prune.multiple=0", "prune.multiple", "greater than or equal to 1"),
+        ("finetune.lr_warmup=-1", "finetune.lr_warmup", "greater than or equal to 0"),
+        ("distill={model: lenet5, checkpoints: [a]}", "distill.model", "lenet-5"),
+        ("distill={model: [lenet-5, lenet5], checkpoints: [a, b]}", "distill.model", "lenet-5"),
+        ("distill={model: [lenet-5, lenet-5], checkpoints: [a]}", "distill", "2 models for 1 checkpoints; give one"),
+        ("distill={model: [lenet-5], checkpoints: [a, b]}", "distill", "1 models for 2 checkpoints; give one"),
     ],
 )
 def test_a_slip_is_told_with_its_place_and_a_way_out(change, where, hint):
@@ -89,6 +95,14 @@ def test_text_that_is_no_recipe_is_refused(text):
 def test_an_override_that_is_none_is_refused(override):
     with pytest.raises(dh.UserError, match=r"override|keys|YAML"):
         recipe.read("demo", [override])
+
+
+def test_one_model_is_for_all_checkpoints_and_a_list_has_one_for_each():
+    settings = {"name": "lenet-300-100", "dropout": 0.1}
+    for model, kinds in [("lenet-5", ("lenet-5", "lenet-5")), (f"[lenet-5, {settings}]", ("lenet-5", settings))]:
+        made = recipe.read("demo", [f"distill={{model: {model}, checkpoints: [a, b]}}"])
+        assert made.distill.teachers() == list(zip(kinds, "ab", strict=True))
+        assert recipe.parse(made.to_yaml(), "again") == made
 
 
 def test_a_number_with_an_exponent_is_a_number():

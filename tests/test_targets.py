@@ -115,6 +115,38 @@ def test_the_last_value_that_keeps_the_accuracy_is_taken():
     assert found.value == 20.5 and found.number == pytest.approx(0.9)
 
 
+def stairs():
+    """Two layers with sixteen rows each, of magnitudes 1 to 16 and 101 to 116; the first has a fifth of the weights."""
+    model = nn.Sequential(nn.Linear(4, 16), nn.Linear(16, 16))
+    with torch.no_grad():
+        for layer, start in zip(model, (1, 101), strict=True):
+            layer.weight.copy_(torch.arange(start, start + 16)[:, None].expand_as(layer.weight))
+    return model
+
+
+@pytest.mark.parametrize(("share", "allow_empty", "value"), [(0.9, False, 5.5), (0.9, True, 5.5), (0.8, True, 13.5)])
+def test_a_search_in_multiples_takes_the_first_value_that_rounds_to_the_target_and_changes_nothing(
+    share, allow_empty, value
+):
+    """Eleven rows of sixteen are rounded to eight, and three to none."""
+    model = stairs()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    goal = targets.density(model, share)
+    found = targets.value_for(goal, model, Absolute, "filters", allow_empty=allow_empty, multiple=8)
+    assert found.value == value and found.number == pytest.approx(share) and found.number <= share
+    assert all(tensor.equal(before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_search_in_multiples_does_not_empty_a_layer_and_tells_how_far_it_came():
+    model = stairs()
+    goal = targets.density(model, 0.8)
+    with pytest.raises(dh.UserError, match=r"it is 0\.9 at absolute 12\.5, where no layer may be emptied"):
+        targets.value_for(goal, model, Absolute, "filters", multiple=8)
+    out_of_reach = targets.density(model, 0.1)
+    with pytest.raises(dh.UserError, match=r"it is 0\.8 at absolute 15\.5, where next to nothing is left to prune"):
+        targets.value_for(out_of_reach, model, Absolute, "filters", "0.weight", allow_empty=True, multiple=8)
+
+
 def test_a_target_beyond_reach_says_how_far_it_came():
     model, coupled = uneven()
     with pytest.raises(dh.UserError, match=r"can't be 1e-06: it is 0\.\d+ at std-ratio .* no layer may be emptied"):
@@ -166,6 +198,14 @@ def test_a_run_with_a_target_meets_it_and_its_record_has_the_value(tmp_path):
     publish.publish(tmp_path / "run", tmp_path / "results" / "one")
     made = record.read(tmp_path / "results" / "one")
     assert made.prune_value == job.state.prune_value and "prune.target" in made.command
+
+
+def test_a_run_prunes_in_the_multiples_of_its_recipe_and_empties_layers_where_that_allows_it(tmp_path):
+    """Of 100 rows 99 are under half of 200, so all go; the 300 rows above are whole and stay."""
+    untrained = ["pretrain={epochs: 0}", "regularize={epochs: 0, strength: 0}", "finetune={epochs: 0}"]
+    pruned = "prune={groups: filters, multiple: 200, allow_empty: true, target: {density: 0.9}}"
+    job = Run(recipe.read("demo", [*TINY, *untrained, pruned]), tmp_path).execute()
+    assert [int(mask.any(1).sum()) for mask in job.masks.values()] == [300, 0, 0]
 
 
 @pytest.mark.parametrize("select", ["held-out", "test-best"])

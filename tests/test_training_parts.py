@@ -6,6 +6,7 @@ import sys
 from contextlib import nullcontext
 
 import pytest
+import safetensors.torch
 import torch
 import torch.nn.functional as F
 from hypothesis import given
@@ -13,10 +14,10 @@ from hypothesis import strategies as st
 
 import deephoyer as dh
 from deephoyer import data, models
-from deephoyer.train import batches, checkpoint, sharing, sweep
-from deephoyer.train.distill import Teachers
+from deephoyer.train import batches, checkpoint, recipe, sharing, sweep
+from deephoyer.train.distill import Teachers, teachers_of
 from deephoyer.train.places import looked_up
-from deephoyer.train.rates import make_optimizer, rate_at, set_rate
+from deephoyer.train.rates import make_optimizer, rate_at, rates_in, set_rate
 from deephoyer.train.schema import Training
 
 
@@ -60,6 +61,17 @@ def test_rates_are_pure_functions_of_the_step():
     cosine = Training(epochs=10, lr=1.0, schedule="cosine")
     assert rate_at(cosine, 0, 10) == 1 and rate_at(cosine, 50, 10) == pytest.approx(0.5)
     assert 0 < rate_at(cosine, 99, 10) < 0.001
+
+
+@pytest.mark.parametrize("schedule", [{}, {"schedule": "cosine"}, {"schedule": "step", "milestones": (1, 4)}], ids=str)
+def test_a_rate_that_warms_up_rises_evenly_to_its_schedule_and_follows_it_then(schedule):
+    def rates(warmup):
+        stage = Training(epochs=6, lr=0.1, lr_warmup=warmup, **schedule)
+        return [rate for epoch in range(6) for rate in rates_in(stage, epoch, steps=5)]
+
+    plain, warm = rates(0), rates(2)
+    assert [w / p for w, p in zip(warm[:10], plain[:10], strict=True)] == pytest.approx([n / 10 for n in range(1, 11)])
+    assert warm[9:] == plain[9:] and plain[0] == 0.1
 
 
 @pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
@@ -115,6 +127,21 @@ def test_teachers_in_a_table_and_teachers_asked_in_the_step_say_the_same(passes)
     far = (soft * (soft.log() - F.log_softmax(logits / 2.0, 1))).sum(1).mean() * 4
     expected = 0.4 * F.cross_entropy(logits, y) + 0.6 * far
     torch.testing.assert_close(teachers.losses(logits, y, x, index, shift, flip).mean(), expected)
+
+
+def test_teachers_of_two_kinds_teach_the_mean_of_what_both_say(tmp_path):
+    torch.manual_seed(0)
+    kinds, digits = ["lenet-300-100", "lenet-5"], data.load("mnist", limit=20).in_floats()
+    nets = [models.make(kind) for kind in kinds]
+    for kind, net in zip(kinds, nets, strict=True):
+        safetensors.torch.save_file(net.state_dict(), tmp_path / kind)
+    files = [str(tmp_path / kind) for kind in kinds]
+    made = recipe.read("demo", [f"distill={{model: {kinds}, checkpoints: {files}, temperature: 2, weight: 1}}"])
+    logits, (x, y) = torch.randn(20, 10), (digits.floats(digits.train_x), digits.train_y)
+    found = teachers_of(made, digits, torch.device("cpu"), print).losses(logits, y, x, torch.arange(20), None, None)
+    with torch.no_grad():
+        soft = (F.softmax(nets[0](x) / 2, 1) + F.softmax(nets[1](x) / 2, 1)) / 2
+    torch.testing.assert_close(found, 4 * (soft * (soft.log() - F.log_softmax(logits / 2, 1))).sum(1))
 
 
 def test_teachers_of_photographs_are_asked_in_the_step():

@@ -180,7 +180,8 @@ def prune(
 
     A weight stays when all groups it is in stay. A rule that would leave nothing of a layer raises
     and changes nothing, unless `allow_empty` is set. With `multiple` as many of a unit's groups stay as
-    is the nearest multiple of it: processors compute channels in blocks of 8 or 16.
+    is the nearest multiple of it: processors compute channels in blocks of 8 or 16. A unit that the rule keeps
+    whole stays whole.
 
     >>> from deephoyer.rules import Density
     >>> masks = prune(nn.Linear(10, 10), Density(0.2)); masks.density
@@ -202,8 +203,9 @@ def prune(
         for name, mask in masks.items():
             if not mask.any() and mask.dim() > 1:  # biases and norms may vanish whole
                 under = " and ".join(thresholds[name])
+                why = "all of it is under" if multiple == 1 else f"fewer than half of {multiple} groups reach"
                 raise Empties(
-                    f"prune: {rule} would leave nothing of {name}: all of it is under its threshold {under}. "
+                    f"prune: {rule} would leave nothing of {name}: {why} its threshold {under}. "
                     "Lower the threshold, or pass allow_empty=True."
                 )
     return Masks(masks, model).apply()
@@ -217,9 +219,12 @@ def rounded(keep: Tensor, score: Tensor, multiple: int) -> Tensor:
     """
     if multiple < 1:
         raise UserError(f"prune: multiple is {multiple}; it is 1 or more.")
+    if keep.all():  # three input channels are not none because blocks are of 16
+        return keep
     wanted = min(len(keep), (int(keep.sum()) + multiple // 2) // multiple * multiple)
     best = torch.zeros_like(keep)
-    best[score.topk(wanted).indices] = True
+    # A stable order: among equals, what a larger value keeps is a part of what a smaller one keeps.
+    best[score.argsort(descending=True, stable=True)[:wanted]] = True
     return best & (score > 0)
 
 

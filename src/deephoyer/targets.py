@@ -78,7 +78,8 @@ def value_for(
     else:
         place = bisect_left(values, True, key=lambda v: not goal.kept(tries.number(v))) - 1
     if not 0 <= place < len(values):
-        end, where = (values[-1], "no layer may be emptied") if goal.is_size else (values[0], "nothing is pruned yet")
+        last = "next to nothing is left to prune" if allow_empty else "no layer may be emptied"
+        end, where = (values[-1], last) if goal.is_size else (values[0], "nothing is pruned yet")
         raise UserError(
             f"prune.target: {goal.name} can't be {goal.bound:.4g}: it is {tries.number(end):.4g} "
             f"at {rule.title()} {end:.4g}, where {where}."

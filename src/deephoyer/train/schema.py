@@ -225,15 +225,20 @@ class Distill(_Part):
     temperature: float = Field(default=3.0, gt=0, allow_inf_nan=False)
     weight: float = Field(default=0.7, ge=0, le=1)
 
+    @field_validator("model")
+    @classmethod
+    def _known_models(cls, choice: Choice | tuple[Choice, ...]) -> Choice | tuple[Choice, ...]:
+        for one in choice if isinstance(choice, tuple) else (choice,):
+            models.MODELS[named(one)["choice"]]
+        return choice
+
     @model_validator(mode="after")
-    def _known_models(self) -> Distill:
+    def _one_model_a_checkpoint(self) -> Distill:
         if isinstance(self.model, tuple) and len(self.model) != len(self.checkpoints):
             raise UserError(
-                f"distill has {len(self.model)} models for {len(self.checkpoints)} checkpoints; "
+                f"there are {len(self.model)} models for {len(self.checkpoints)} checkpoints; "
                 "give one for each, or one for all."
             )
-        for choice, _ in self.teachers():
-            models.MODELS[named(choice)["choice"]]
         return self
 
     def teachers(self) -> list[tuple[Choice, str]]:
