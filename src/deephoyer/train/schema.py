@@ -55,6 +55,12 @@ class Training(_Part):
             raise UserError(f"milestones {list(self.milestones)} must rise and start at 1 or later.")
         return self
 
+    @model_validator(mode="after")
+    def _the_rate_gets_there(self) -> Training:
+        if self.lr_warmup > self.epochs:
+            raise UserError(f"lr_warmup is {self.lr_warmup} epochs, but the stage has {self.epochs}; lr would not be reached.")
+        return self
+
 
 class Pretrain(Training):
     """Ordinary training from scratch, or the weights of a checkpoint instead."""
