@@ -253,3 +253,30 @@ def test_joints_export_and_keep_up_with_other_batch_sizes():
     exported = torch.export.export(small, (x,), dynamic_shapes=({0: batch},)).module()
     more = torch.randn(5, 1, 28, 28).double()
     assert torch.allclose(exported(more), small(more))
+
+
+@pytest.mark.parametrize("make_layer", [lambda: torch.nn.Linear(5, 4), lambda: torch.nn.Conv2d(5, 4, 3)])
+@pytest.mark.parametrize("filled", [False, True])
+def test_copying_into_places_gives_what_picking_does(make_layer, filled):
+    write = torch.tensor([4, 2, 0, 4, 3, 1, 4])  # seven channels of four outputs, in another order
+    joint = Gather(make_layer().double(), None, write, torch.randn(7).double() if filled else None, 5)
+    x = (torch.randn(3, 5) if joint.dim == -1 else torch.randn(3, 5, 6, 6)).double()
+    assert joint.place.tolist() == [2, 5, 1, 4]
+    copied = joint(x)
+    slopes = torch.autograd.grad(copied.square().sum(), list(joint.parameters()))
+    joint.place = None
+    picked = joint(x)
+    assert torch.equal(copied, picked)
+    for one, other in zip(slopes, torch.autograd.grad(picked.square().sum(), list(joint.parameters())), strict=True):
+        assert torch.allclose(one, other)
+
+
+def test_outputs_that_go_nowhere_or_to_several_places_are_picked_and_a_loaded_joint_finds_its_places():
+    x = torch.randn(2, 3)
+    for write in ([0, 0, 1], [1, 2, 2]):
+        joint = Gather(torch.nn.Linear(3, 2), None, torch.tensor(write), None, 3)
+        assert joint.place is None
+        assert torch.equal(joint(x), torch.nn.functional.pad(joint.layer(x), [0, 1])[:, write])
+    other = Gather(torch.nn.Linear(3, 2), None, torch.tensor([1, 2, 0]), None, 3)
+    joint.load_state_dict(other.state_dict())
+    assert joint.place.tolist() == [2, 0] and torch.equal(joint(x), other(x))

@@ -58,7 +58,9 @@ class Training(_Part):
     @model_validator(mode="after")
     def _the_rate_gets_there(self) -> Training:
         if self.lr_warmup > self.epochs:
-            raise UserError(f"lr_warmup is {self.lr_warmup} epochs, but the stage has {self.epochs}; lr would not be reached.")
+            raise UserError(
+                f"lr_warmup is {self.lr_warmup} epochs, but the stage has {self.epochs}; lr would not be reached."
+            )
         return self
 
 
