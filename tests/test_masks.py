@@ -283,6 +283,9 @@ def sizes():
 @given(sizes(), st.floats(0, 5), st.integers(1, 17))
 def test_the_largest_stay_and_they_are_the_nearest_multiple_or_all_there_are(score, value, multiple):
     judged, stays = kept(score, value, 1), kept(score, value, multiple)
+    if len(score) < multiple:
+        assert stays.equal(judged)
+        return
     count, alive = int(stays.sum()), int((score > 0).sum())
     assert count % multiple == 0 or count == alive
     assert abs(count - int(judged.sum())) <= multiple / 2
@@ -325,8 +328,17 @@ def test_a_layer_under_half_a_multiple_goes_whole_only_where_that_is_allowed():
     assert not model.weight.any()
 
 
-def test_a_layer_that_the_rule_keeps_whole_stays_whole_however_few_its_groups_are():
-    assert dh.prune(rows(3, of=3), dh.Absolute(1.0), "filters+channels", multiple=16).density == 1
+@pytest.mark.parametrize("large", [2, 3])
+def test_a_layer_with_fewer_groups_than_the_multiple_is_left_to_the_rule(large):
+    assert dh.prune(rows(large, of=3), dh.Absolute(1.0), "filters", multiple=16)["weight"].all(1).sum() == large
+
+
+def test_two_kinds_of_groups_would_cut_into_each_others_multiples_and_are_refused():
+    model = rows(4)
+    before = model.weight.clone()
+    with pytest.raises(dh.UserError, match="one kind of group, not filters and channels"):
+        dh.prune(model, dh.Absolute(1.0), "filters+channels", multiple=8)
+    assert model.weight.equal(before)
 
 
 def test_a_coupled_network_has_widths_in_multiples_and_the_outputs_it_had():
@@ -346,9 +358,9 @@ def test_a_coupled_network_has_widths_in_multiples_and_the_outputs_it_had():
         torch.testing.assert_close(compacted(x), masked(x))
 
 
-@pytest.mark.parametrize("multiple", [0, -8])
-def test_a_multiple_under_one_is_refused(multiple):
-    with pytest.raises(dh.UserError, match=f"multiple is {multiple}; it is 1 or more"):
+@pytest.mark.parametrize("multiple", [0, -8, 8.0, "8", None, True])
+def test_a_multiple_that_is_no_count_is_refused(multiple):
+    with pytest.raises(dh.UserError, match=f"multiple is {multiple!r}; it is a whole number, 1 or more"):
         dh.prune(rows(4), dh.Absolute(1.0), "filters", multiple=multiple)
 
 

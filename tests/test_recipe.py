@@ -71,10 +71,20 @@ def test_an_override_reaches_anything_in_the_recipe():
         ("pretrain.checkpoint=x.safetensors", "pretrain", "not both"),
         ("prune.multiple=0", "prune.multiple", "greater than or equal to 1"),
         ("finetune.lr_warmup=-1", "finetune.lr_warmup", "greater than or equal to 0"),
+        ("finetune={epochs: 2, lr_warmup: 3}", "finetune", "would not be reached"),
+        ("regularize={epochs: 1, strenght: 4e-4}", "regularize", "'strength'"),
         ("distill={model: lenet5, checkpoints: [a]}", "distill.model", "lenet-5"),
         ("distill={model: [lenet-5, lenet5], checkpoints: [a, b]}", "distill.model", "lenet-5"),
-        ("distill={model: [lenet-5, lenet-5], checkpoints: [a]}", "distill", "2 models for 1 checkpoints; give one"),
-        ("distill={model: [lenet-5], checkpoints: [a, b]}", "distill", "1 models for 2 checkpoints; give one"),
+        (
+            "distill={model: [lenet-5, lenet-5], checkpoints: [a]}",
+            "distill",
+            "2 models are listed for 1 checkpoints; list one",
+        ),
+        (
+            "distill={model: [lenet-5], checkpoints: [a, b]}",
+            "distill",
+            "1 models are listed for 2 checkpoints; list one",
+        ),
     ],
 )
 def test_a_slip_is_told_with_its_place_and_a_way_out(change, where, hint):

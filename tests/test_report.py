@@ -230,7 +230,7 @@ def test_no_such_record_is_a_mistake_of_the_user(command, tmp_path):
 
 def test_tables_without_records_show_what_was_reported(tmp_path):
     text = page(record.read_all(tmp_path), tmp_path)
-    assert "0 published runs" in text and text.count("Nothing of ours is measured yet") == 6
+    assert "0 published runs" in text and text.count("There are no records of ours in the results folder") == 6
     assert "| Hoyer-Square | reported: DeepHoyer | 98.4 | 4.6k |" in text and "353-45-11" in text
 
 
@@ -251,7 +251,7 @@ def test_a_table_gives_mean_spread_and_best_over_seeds_apart_by_protocol(publish
 
 def test_variants_go_to_the_front_and_ablations_to_their_own_table(published):
     records = record.read_all(published)
-    assert "Nothing of ours is measured yet" in table("lenet-5-structure", records)
+    assert "There are no records of ours in the results folder" in table("lenet-5-structure", records)
     assert "### Front: LeNet-5" in table("lenet-5-structure", records)
     tagged = [r.model_copy(update={"tags": ("ablation",), "row": "no shifts"}) for r in records]
     text = table("lenet-5-structure", tagged)
@@ -337,7 +337,7 @@ def test_a_cifar_table_has_both_ways_of_counting_and_the_time_beside_what_was_re
     assert "| DepGraph | reported: Fang et al. 2023 | 93.53 | 93.64 |  | 2.57× |" in text
     assert "93.80 | 40.0M, 3.14× | 50.0M, 2.51× | 345,678 |  |  | 300 → 150, 2.00× |" in text
     assert "- resnet-56-best, 2.51×, test-best: `deephoyer run resnet-56-best seed=0`" in text
-    assert "Nothing of ours" in table("resnet-110", [made])
+    assert "no records of ours" in table("resnet-110", [made])
     assert table("lenet-5-structure", [made]) == table("lenet-5-structure", [])
 
 

@@ -232,6 +232,15 @@ def test_weights_of_a_checkpoint_can_stand_for_pretraining(tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() == 0 and not Path("/proc/self").exists(), reason="needs a place nobody can write to")
+@pytest.mark.parametrize(
+    "change", ["pretrain={checkpoint: a.safetensors}", "distill={model: lenet-5, checkpoints: [a.safetensors]}"]
+)
+def test_a_file_that_a_later_stage_needs_is_missed_before_the_first_one_trains(tmp_path, change):
+    with pytest.raises(dh.UserError, match=r"checkpoints?: there is no file a\.safetensors"):
+        Run(recipe.read("demo", [change]), tmp_path / "run").execute()
+    assert not list((tmp_path / "run").glob("checkpoints/*"))
+
+
 def test_a_place_that_cannot_be_written_is_told_in_a_line():
     with pytest.raises(dh.UserError, match="can't be made"):
         Run(small(), "/proc/deephoyer-run").execute()

@@ -15,7 +15,7 @@ from deephoyer.data import DATASETS
 from deephoyer.report import publish, record
 from deephoyer.report.measure import measure
 from deephoyer.rules import Absolute, StdRatio
-from deephoyer.train import recipe
+from deephoyer.train import checkpoint, recipe
 from deephoyer.train.result import finish
 from deephoyer.train.run import Run
 from test_compiling import noise
@@ -200,12 +200,27 @@ def test_a_run_with_a_target_meets_it_and_its_record_has_the_value(tmp_path):
     assert made.prune_value == job.state.prune_value and "prune.target" in made.command
 
 
-def test_a_run_prunes_in_the_multiples_of_its_recipe_and_empties_layers_where_that_allows_it(tmp_path):
-    """Of 100 rows 99 are under half of 200, so all go; the 300 rows above are whole and stay."""
-    untrained = ["pretrain={epochs: 0}", "regularize={epochs: 0, strength: 0}", "finetune={epochs: 0}"]
-    pruned = "prune={groups: filters, multiple: 200, allow_empty: true, target: {density: 0.9}}"
-    job = Run(recipe.read("demo", [*TINY, *untrained, pruned]), tmp_path).execute()
-    assert [int(mask.any(1).sum()) for mask in job.masks.values()] == [300, 0, 0]
+UNTRAINED = ["pretrain={epochs: 0}", "regularize={epochs: 0, strength: 0}", "finetune={epochs: 0}"]
+
+
+def test_a_run_prunes_in_the_multiples_of_its_recipe(tmp_path):
+    pruned = "prune={groups: filters, multiple: 60, target: {density: 0.9}}"
+    job = Run(recipe.read("demo", [*TINY, *UNTRAINED, pruned]), tmp_path).execute()
+    left = [int(mask.any(1).sum()) for mask in job.masks.values()]
+    assert left[0] % 60 == left[1] % 60 == 0 and sum(left) < 410, "the last layer has fewer than that"
+
+
+def test_a_run_that_is_cut_through_is_told_so_before_it_is_finetuned(tmp_path):
+    """Of the second layer's 100 rows the first to go takes all, where that is allowed; a target would be kept."""
+    pruned = "prune={groups: filters, multiple: 100, allow_empty: true, target: {density: 0.2}}"
+    with pytest.raises(dh.UserError, match="nothing of an image reaches the outputs"):
+        Run(recipe.read("demo", [*TINY, *UNTRAINED, pruned]), tmp_path).execute()
+    assert checkpoint.newest(tmp_path / "checkpoints")[1]["stage"] == "prune"
+
+
+def test_a_rule_without_a_value_is_refused():
+    with pytest.raises(dh.UserError, match="no value to be found"):
+        targets.value_for(targets.density(nn.Linear(2, 2), 0.5), nn.Linear(2, 2), dh.Density)
 
 
 @pytest.mark.parametrize("select", ["held-out", "test-best"])

@@ -180,8 +180,9 @@ def prune(
 
     A weight stays when all groups it is in stay. A rule that would leave nothing of a layer raises
     and changes nothing, unless `allow_empty` is set. With `multiple` as many of a unit's groups stay as
-    is the nearest multiple of it: processors compute channels in blocks of 8 or 16. A unit that the rule keeps
-    whole stays whole.
+    is the nearest multiple of it: processors compute channels in blocks of 8 or 16. It goes with one kind of
+    group (two kinds would cut into each other's multiples), and leaves alone what the rule keeps whole or what
+    has fewer groups than that.
 
     >>> from deephoyer.rules import Density
     >>> masks = prune(nn.Linear(10, 10), Density(0.2)); masks.density
@@ -189,7 +190,15 @@ def prune(
     """
     if not isinstance(rule, Rule):
         raise UserError(f"prune: {rule!r} is not a rule; Absolute(1e-4), StdRatio(0.03) and Density(0.02) are.")
-    units, scores = scored(model, groups, select)
+    kinds = groupings(groups)
+    if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
+        raise UserError(f"prune: multiple is {multiple!r}; it is a whole number, 1 or more.")
+    if multiple > 1 and len(kinds) > 1:
+        raise UserError(
+            f"prune: multiple goes with one kind of group, not {' and '.join(k.name for k in kinds)}: what one of them "
+            "leaves is cut by the other. Coupled(model, example_inputs) has both sides of a channel in one."
+        )
+    units, scores = scored(model, kinds, select)
     masks: dict[str, Tensor] = {}
     thresholds: dict[str, list[str]] = {}
     for unit, score, verdict in zip(units, scores, rule.judge(scores), strict=True):
@@ -217,9 +226,7 @@ def rounded(keep: Tensor, score: Tensor, multiple: int) -> Tensor:
     >>> rounded(torch.tensor([True, False, False, True]), torch.tensor([4.0, 1.0, 2.0, 3.0]), 3)
     tensor([ True, False,  True,  True])
     """
-    if multiple < 1:
-        raise UserError(f"prune: multiple is {multiple}; it is 1 or more.")
-    if keep.all():  # three input channels are not none because blocks are of 16
+    if keep.all() or len(keep) < multiple:  # three input channels are not none because blocks are of 16
         return keep
     wanted = min(len(keep), (int(keep.sum()) + multiple // 2) // multiple * multiple)
     best = torch.zeros_like(keep)

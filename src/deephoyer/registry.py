@@ -43,7 +43,8 @@ class Registry(Generic[T]):
             inspect.signature(maker).bind(**settings)
         except TypeError as why:
             takes = ", ".join(inspect.signature(maker).parameters) or "none"
-            raise UserError(f"{self.kind} {choice!r}: {why}; its settings: {takes}.") from None
+            made = f" Pass one that is made: {maker.__name__}(…)." if not settings and inspect.isclass(maker) else ""
+            raise UserError(f"{self.kind} {choice!r}: {why}; its settings: {takes}.{made}") from None
         return maker(**settings)
 
     def describe(self) -> list[tuple[str, str]]:

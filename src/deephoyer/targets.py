@@ -66,6 +66,8 @@ def value_for(
     >>> value_for(density(net, 0.2), net, Absolute).number
     0.2
     """
+    if not (isinstance(rule, type) and issubclass(rule, Threshold)):
+        raise UserError(f"value_for: {rule!r} has no value to be found; StdRatio and Absolute have.")
     groups = groups if isinstance(groups, str | Grouping) else list(groups)
     cut = partial(prune, model, groups=groups, select=select, allow_empty=allow_empty, multiple=multiple)
     tries = _Tries(goal, model, lambda value: cut(rule(value)))

@@ -33,7 +33,7 @@ def grid(titles: Sequence[str], lines: Sequence[Sequence[str]], text: int) -> st
 def again(own: Sequence[Row], size: Callable[[Row], str] = lambda row: "") -> str:
     """The commands that run the measured rows again; `size` tells rows of one method apart."""
     if not own:
-        return "Nothing of ours is measured yet."
+        return "There are no records of ours in the results folder."
     lines = ["To run them again:", ""]
     for row in own:
         alone = f"; the best alone: `{row.best().command}`" if len(row.records) > 1 else ""

@@ -112,7 +112,8 @@ def _set(content: dict[str, Any], override: str) -> None:
 
 def _explain(name: str, why: ValidationError) -> str:
     """The first trouble in one or two lines, with the place."""
-    first = why.errors()[0]
+    # A slip in a key makes another one missing; the slip is the cause.
+    first = min(why.errors(), key=lambda error: error["type"] != "extra_forbidden")
     place = ".".join(str(p) for p in first["loc"] if not re.fullmatch(r"(dict|tuple)\[.*|float|str", str(p)))
     if first["type"] == "extra_forbidden":
         *outer, key = place.split(".")

@@ -89,12 +89,23 @@ class Run:
                 self.progress.note(f"{trouble} The one before it is used.")
         self.folder.check(self.recipe, self.state.stage, self.state.epoch, self.state.round)
         self.device = environment.pick_device(self.recipe.device)
+        if not self.finished():
+            self._check_files()
         self._build()
         if not self.finished():
             write_atomically(self.folder / "recipe.yaml", self.recipe.to_yaml().encode())
             self.folder.write_json("environment.json", environment.describe(self.device))
         self.folder.cut_metrics(self.state.metrics_size)
         return self._restore(found[0]) if found else {}
+
+    def _check_files(self) -> None:
+        """What later stages will read must be there before the first one trains for hours."""
+        asked = [("pretrain.checkpoint", self.recipe.pretrain.checkpoint)]
+        if self.recipe.distill is not None:
+            asked += [("distill.checkpoints", path) for path in self.recipe.distill.checkpoints]
+        for key, path in asked:
+            if path is not None and not Path(path).is_file():
+                raise UserError(f"{key}: there is no file {path}; paths are taken from the folder you are in.")
 
     def _build(self) -> None:
         self.data = _data_of(self.recipe, self.device)
@@ -143,6 +154,18 @@ class Run:
         groups = self._groups(settings.groups)
         rule = settings.make() if settings.target is None else self._aimed(settings, settings.target, groups)
         self.masks = prune(self.model, rule, groups, settings.select, settings.allow_empty, settings.multiple)
+        if not self._tells_images_apart():
+            raise UserError(
+                "prune: nothing of an image reaches the outputs any more. Ask for less, or regularize more gently; "
+                "the network as it was before is in the folder's newest checkpoint."
+            )
+
+    @torch.inference_mode()
+    def _tells_images_apart(self) -> bool:
+        """Whether the outputs depend on the image: a network that is cut through keeps any target."""
+        self.model.eval()
+        found = self.model(self.data.floats(self.watched[0][:100]))
+        return len(found) < 2 or not torch.allclose(found, found[:1].expand_as(found), rtol=1e-6, atol=0)
 
     def _aimed(self, settings: Prune, target: Target, groups: list[str | Grouping]) -> Rule:
         """The rule with the value that meets the target; images that this run may select by decide on accuracy."""

@@ -204,7 +204,7 @@ class Prune(_Part):
         if self.target is None:
             self.make()
         elif self.value is not None:
-            raise UserError("give a value, or a target that finds one, not both.")
+            raise UserError("give a value, or a target that finds one, not both (prune.value=null).")
         elif self.scope is not None or self.rules is not None:
             raise UserError("scope and rules don't go with a target.")
         else:
@@ -244,8 +244,8 @@ class Distill(_Part):
     def _one_model_a_checkpoint(self) -> Distill:
         if isinstance(self.model, tuple) and len(self.model) != len(self.checkpoints):
             raise UserError(
-                f"there are {len(self.model)} models for {len(self.checkpoints)} checkpoints; "
-                "give one for each, or one for all."
+                f"{len(self.model)} models are listed for {len(self.checkpoints)} checkpoints; "
+                "list one for each, or write one without a list for all."
             )
         return self
 
