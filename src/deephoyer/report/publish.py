@@ -104,8 +104,7 @@ def _no_test_images_behind(folder: RunFolder, recipe: Recipe) -> None:
     """A held-out run may build only on networks that say they were selected on held-out images, too."""
     if recipe.select != "held-out":
         return
-    files = [*(recipe.distill.checkpoints if recipe.distill else ()), recipe.pretrain.checkpoint]
-    for file in filter(None, files):
+    for _, file in recipe.files():
         try:
             protocol = provenance(Path(file)).get("protocol")
         except UserError:

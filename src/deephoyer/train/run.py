@@ -19,15 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from deephoyer import data as datasets
-from deephoyer import models, targets
+from deephoyer import models
 from deephoyer.data import Dataset
 from deephoyer.errors import UserError
 from deephoyer.files import write_atomically
 from deephoyer.groups import Grouping
-from deephoyer.masks import Masks, prune
+from deephoyer.masks import Masks
 from deephoyer.penalties import PENALTIES
 from deephoyer.regularizer import Regularizer
-from deephoyer.rules import Rule
 from deephoyer.structure import Coupled
 from deephoyer.train import batches, checkpoint, environment
 from deephoyer.train.batches import Epoch
@@ -35,9 +34,10 @@ from deephoyer.train.distill import Teachers, teachers_of
 from deephoyer.train.folder import RunFolder
 from deephoyer.train.objective import Objective, logits
 from deephoyer.train.progress import Silent
+from deephoyer.train.pruning import pruned
 from deephoyer.train.pursuit import Pursuit, aim_of
 from deephoyer.train.rates import make_optimizer, rate_at, rates_in
-from deephoyer.train.schema import STAGES, Prune, Recipe, Regularize, Target, Training, named
+from deephoyer.train.schema import STAGES, Recipe, Regularize, Training, named
 from deephoyer.train.state import State
 from deephoyer.train.step import CapturedStep, PlainStep
 
@@ -90,22 +90,13 @@ class Run:
         self.folder.check(self.recipe, self.state.stage, self.state.epoch, self.state.round)
         self.device = environment.pick_device(self.recipe.device)
         if not self.finished():
-            self._check_files()
+            checkpoint.expect(self.recipe.files())
         self._build()
         if not self.finished():
             write_atomically(self.folder / "recipe.yaml", self.recipe.to_yaml().encode())
             self.folder.write_json("environment.json", environment.describe(self.device))
         self.folder.cut_metrics(self.state.metrics_size)
         return self._restore(found[0]) if found else {}
-
-    def _check_files(self) -> None:
-        """What later stages will read must be there before the first one trains for hours."""
-        asked = [("pretrain.checkpoint", self.recipe.pretrain.checkpoint)]
-        if self.recipe.distill is not None:
-            asked += [("distill.checkpoints", path) for path in self.recipe.distill.checkpoints]
-        for key, path in asked:
-            if path is not None and not Path(path).is_file():
-                raise UserError(f"{key}: there is no file {path}; paths are taken from the folder you are in.")
 
     def _build(self) -> None:
         self.data = _data_of(self.recipe, self.device)
@@ -150,41 +141,7 @@ class Run:
         self.close_stage(began)
 
     def prune(self) -> None:
-        settings = self.recipe.prune
-        groups = self._groups(settings.groups)
-        rule = settings.make() if settings.target is None else self._aimed(settings, settings.target, groups)
-        self.masks = prune(self.model, rule, groups, settings.select, settings.allow_empty, settings.multiple)
-        if not self._tells_images_apart():
-            raise UserError(
-                "prune: nothing of an image reaches the outputs any more. Ask for less, or regularize more gently; "
-                "the network as it was before is in the folder's newest checkpoint."
-            )
-
-    @torch.inference_mode()
-    def _tells_images_apart(self) -> bool:
-        """Whether the outputs depend on the image: a network that is cut through keeps any target."""
-        self.model.eval()
-        found = self.model(self.data.floats(self.watched[0][:100]))
-        return len(found) < 2 or not torch.allclose(found, found[:1].expand_as(found), rtol=1e-6, atol=0)
-
-    def _aimed(self, settings: Prune, target: Target, groups: list[str | Grouping]) -> Rule:
-        """The rule with the value that meets the target; images that this run may select by decide on accuracy."""
-        example = self.data.floats(self.data.test_x[:1])
-        done = (self.state.round + 1) / self.recipe.rounds  # each round takes the same share of what the last one left
-        if target.macs is not None:
-            goal = targets.macs(self.model, example, target.macs**done, joints=self.recipe.joints)
-        elif target.density is not None:
-            goal = targets.density(self.model, target.density**done)
-        else:
-            least = self.accuracy(*self.watched) - target.drop if target.drop is not None else target.accuracy
-            assert least is not None
-            goal = targets.accuracy(lambda: self.accuracy(*self.watched), least)
-        found = targets.value_for(
-            goal, self.model, settings.threshold(), groups, settings.select, settings.allow_empty, settings.multiple
-        )
-        self.state.prune_value = found.value
-        self.progress.note(f"prune: {settings.rule} {found.value:.4g}, where {goal.name} is {found.number:.4g}")
-        return settings.threshold()(found.value)
+        self.masks = pruned(self)
 
     def take_checkpoint(self) -> None:
         checkpoint.fill(self.model, Path(self.recipe.pretrain.checkpoint or ""), "pretrain.checkpoint")
@@ -340,7 +297,7 @@ class Run:
         made = Regularizer(
             self.model,
             PENALTIES.make(**named(settings.penalty)),
-            self._groups(settings.groups),
+            self.groups(settings.groups),
             settings.schedules(steps_an_epoch),
             settings.select,
             weigh=settings.weigh,
@@ -349,7 +306,7 @@ class Run:
             made.load_state_dict(self.state.regularizer)
         return made
 
-    def _groups(self, names: str) -> list[str | Grouping]:
+    def groups(self, names: str) -> list[str | Grouping]:
         """The groupings of a recipe's words; coupled groups need the network's graph."""
         return [self._coupled() if name == "coupled" else name for name in names.split("+")]
 

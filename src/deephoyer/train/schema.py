@@ -305,6 +305,12 @@ class Recipe(_Part):
             raise unknown("device", choice, ("auto", "cpu", "cuda", "cuda:0"))
         return choice
 
+    def files(self) -> list[tuple[str, str]]:
+        """The networks that a run starts from or learns from, each with the key that names it."""
+        start = [self.pretrain.checkpoint] if self.pretrain.checkpoint else []
+        teachers = self.distill.checkpoints if self.distill else ()
+        return [("pretrain.checkpoint", f) for f in start] + [("distill.checkpoints", f) for f in teachers]
+
     def to_yaml(self) -> str:
         return yaml.safe_dump(self.model_dump(mode="json", exclude_none=True), sort_keys=False, allow_unicode=True)
 
