@@ -200,3 +200,8 @@ def test_lists_for_a_parameter_that_is_not_there_are_refused():
 def test_what_is_no_grouping_is_refused(choice):
     with pytest.raises(dh.UserError, match="group"):
         dh.Regularizer(nn.Linear(3, 2), groups=choice)
+
+
+def test_a_grouping_that_needs_the_model_says_what_to_pass():
+    with pytest.raises(dh.UserError, match=r"Pass one that is made: Coupled\(…\)"):
+        dh.prune(torch.nn.Linear(3, 2), dh.Density(0.5), "coupled")

@@ -200,6 +200,12 @@ class Prune(_Part):
     _known_groups = field_validator("groups")(Regularize._known_groups.__func__)  # type: ignore[attr-defined]
 
     @model_validator(mode="after")
+    def _multiples_of_one_kind(self) -> Prune:
+        if self.multiple > 1 and "+" in self.groups:
+            raise UserError(f"multiple goes with one kind of group, not {self.groups}; coupled has both sides in one.")
+        return self
+
+    @model_validator(mode="after")
     def _makes_a_rule(self) -> Prune:
         if self.target is None:
             self.make()
