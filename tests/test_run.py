@@ -241,6 +241,20 @@ def test_a_file_that_a_later_stage_needs_is_missed_before_the_first_one_trains(t
     assert not list((tmp_path / "run").glob("checkpoints/*"))
 
 
+def test_a_run_that_has_begun_goes_on_without_the_file_it_began_with(tmp_path):
+    first = Run(small(), tmp_path / "first").execute()
+    start = tmp_path / "start.safetensors"
+    checkpoint.write_weights(start, first.model)
+    job = small(f"pretrain={{checkpoint: {start}}}", "regularize.strength=0", "finetune={epochs: 1}")
+    stopped = Run(job, tmp_path / "run")
+    stopped.folder.open()
+    stopped.prepare()
+    stopped._stage("pretrain", {})
+    stopped.folder.close()
+    start.unlink()
+    assert Run(job, tmp_path / "run").execute().finished()
+
+
 def test_a_place_that_cannot_be_written_is_told_in_a_line():
     with pytest.raises(dh.UserError, match="can't be made"):
         Run(small(), "/proc/deephoyer-run").execute()
