@@ -129,6 +129,37 @@ def test_teachers_in_a_table_and_teachers_asked_in_the_step_say_the_same(passes)
     torch.testing.assert_close(teachers.losses(logits, y, x, index, shift, flip).mean(), expected)
 
 
+def test_teachers_whose_answers_are_kept_say_the_same_and_are_asked_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("DEEPHOYER_DATA", str(tmp_path))
+    torch.manual_seed(0)
+    digits = data.load("mnist", limit=30)
+    nets = [models.make("lenet-300-100"), models.make("lenet-5")]
+    drawn = batches.draw(torch.arange(30), 16, 2, True, seed=3).step(0)
+    x, y = batches.images(digits, *drawn, 2)
+    logits, notes, asked = torch.randn(16, 10), [], []
+    for net in nets:
+        net.register_forward_hook(lambda net, x, y: asked.append(net))
+
+    def losses(temperature=2.0, **how):
+        asked.clear()
+        teachers = Teachers(nets, digits, 2, True, temperature, 1.0, say=notes.append, **how)
+        times = len(asked)
+        return teachers.losses(logits, y, x, *drawn), times
+
+    plain, first, again = losses(most_passes=0)[0], losses(keep=True), losses(keep=True)
+    torch.testing.assert_close(first[0], plain, rtol=0, atol=2e-3)  # kept as float16
+    assert first[1] == 2 * 50 and again[1] == 0 and torch.equal(first[0], again[0])
+    assert "teacher: 50 of 50 positions" in notes
+    assert losses(temperature=3.0, keep=True)[1] == 2 * 50  # what was kept is no answer to this
+    with torch.no_grad():
+        nets[1].conv1.weight[0] += 1
+    assert losses(keep=True)[1] == 50  # one teacher has changed
+    for file in (tmp_path / "teachers").iterdir():
+        file.write_bytes(file.read_bytes()[:-1] + b"?")
+    notes.clear()
+    assert losses(keep=True)[1] == 2 * 50 and any("damaged" in note for note in notes)
+
+
 def test_teachers_of_two_kinds_teach_the_mean_of_what_both_say(tmp_path):
     torch.manual_seed(0)
     kinds, digits = ["lenet-300-100", "lenet-5"], data.load("mnist", limit=20).in_floats()

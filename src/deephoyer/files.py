@@ -1,4 +1,4 @@
-"""Files that are either the old one or the new one, whole, whenever the machine stops.
+"""Files that are either the old one or the new one, whole, whenever the machine stops; and where shared ones lie.
 
 Checkpoints, exports and reports are written through here. What is in them is not known here.
 """
@@ -11,6 +11,12 @@ import tempfile
 from pathlib import Path
 
 from deephoyer.errors import UserError
+
+
+def kept_in(name: str) -> Path:
+    """The folder for what is fetched or computed once for many runs: in $DEEPHOYER_DATA, or the user's cache folder."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("DEEPHOYER_DATA") or Path(cache) / "deephoyer") / name
 
 
 def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:

@@ -7,7 +7,6 @@ what is at hand, into a folder of its own. How other forms become these six file
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -19,7 +18,7 @@ from torch import Tensor
 from deephoyer.data import cifar10_forms as forms
 from deephoyer.data.dataset import Dataset, first
 from deephoyer.errors import UserError
-from deephoyer.files import write_atomically
+from deephoyer.files import kept_in, write_atomically
 
 DIGESTS = {
     "data_batch_1": "5dd7e06a14cb22eb9f671a540d1b7c25",
@@ -49,9 +48,8 @@ def cifar10(normalize: bool = True, limit: int | None = None, folder: str | None
 
 
 def home() -> Path:
-    """Where fetched data is kept: $DEEPHOYER_DATA, or the user's cache folder."""
-    cache_folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("DEEPHOYER_DATA") or Path(cache_folder) / "deephoyer") / "cifar10"
+    """Where it is kept once it is fetched."""
+    return kept_in("cifar10")
 
 
 def fetch(source: str | None = None, say: Callable[[str], None] = lambda text: None) -> Path:

@@ -2,7 +2,8 @@
 
 Where shifts and flips are few, the teachers are asked once for every image in every position, and a step
 costs a look-up. Where they are many, as for crops of photographs, they are asked for each batch in the
-step itself. Neither waits for the host, so both can be captured.
+step itself; or once as well, if their answers are kept for other runs. Neither waits for the host, so
+both can be captured.
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ from torch import Tensor, nn
 
 from deephoyer import models
 from deephoyer.data import Dataset
-from deephoyer.train import checkpoint
+from deephoyer.train import answers, checkpoint
 from deephoyer.train.batches import moved
 from deephoyer.train.compiling import Compiled, repeated
 from deephoyer.train.places import place
 from deephoyer.train.schema import Recipe, named
 from deephoyer.weights import LAYERS
+
+Place = tuple[bool, int, int]
+"""Whether an image is flipped, and how many rows and columns it is shifted."""
 
 MOST_PASSES = 30
 """A table costs a pass over the training images for every position; beyond so many it does not pay."""
@@ -42,6 +46,7 @@ class Teachers:
         half: bool = False,
         compiled: bool = False,
         most_passes: int = MOST_PASSES,
+        keep: bool = False,
         say: Callable[[str], None] = lambda text: None,
     ):
         self.teachers = [teacher.eval().requires_grad_(False) for teacher in teachers]
@@ -51,12 +56,28 @@ class Teachers:
         who = "the teacher" if len(self.teachers) == 1 else f"{len(self.teachers)} teachers"
         self.table: Tensor | None = None
         self.compiled = Compiled(())
-        if len(places) > most_passes:
+        if keep:
+            say(f"asks {who} about every image in {len(places)} positions, or reads what was kept of that")
+            self.table = self._kept(data, places, flips, compiled, say)
+        elif len(places) > most_passes:
             say(f"asks {who} about each batch")
             self._make_ready(compiled)
         else:
             say(f"asks {who} about every image in {len(places)} positions; on a CPU that may take minutes")
-            self.table = torch.stack([self._everywhere(data, *spot) for spot in places])
+            self.table = torch.stack([self._everywhere(self.teachers, data, spot, half=False) for spot in places])
+
+    def _kept(
+        self, data: Dataset, places: list[Place], flips: bool, compiled: bool, say: Callable[[str], None]
+    ) -> Tensor:
+        """The mean of the teachers' tables, each asked for or read from where an earlier run has left it."""
+        settings = (self.reach, flips, self.temperature, self.half)
+        names = [answers.digest(teacher, data, *settings) for teacher in self.teachers]
+        self._make_ready(compiled)
+        total = torch.zeros(())
+        for name, teacher in zip(names, self.teachers, strict=True):
+            asked = (self._everywhere([teacher], data, spot, self.half) for spot in places)
+            total = total + answers.kept(name, len(places), asked, say).float()
+        return (total / len(names)).half().to(data.train_x.device)
 
     def _make_ready(self, compiled: bool) -> None:
         """For many steps: weights are halved once and not at each call, which gives the same; blocks are compiled."""
@@ -66,20 +87,21 @@ class Teachers:
         if compiled:
             self.compiled = Compiled([m for teacher in self.teachers for m in repeated(teacher) or [teacher]])
 
-    def _everywhere(self, data: Dataset, flip: bool, rows: int, columns: int) -> Tensor:
-        """What the teachers say of all training images in one position."""
+    def _everywhere(self, teachers: Sequence[nn.Module], data: Dataset, spot: Place, half: bool) -> Tensor:
+        """What teachers say of all training images in one position."""
+        flip, rows, columns = spot
         means = []
         for x in data.train_x.split(2000):
             if self.reach:
                 x = moved(x, torch.tensor([[rows, columns]], device=x.device).expand(len(x), 2), self.reach)
-            means.append(self._ask(data.floats(x.flip(3) if flip else x), half=False))
+            means.append(self._ask(teachers, data.floats(x.flip(3) if flip else x), half))
         return torch.cat(means)
 
     @torch.no_grad()
-    def _ask(self, x: Tensor, half: bool) -> Tensor:
+    def _ask(self, teachers: Sequence[nn.Module], x: Tensor, half: bool) -> Tensor:
         with self.compiled.on(), torch.autocast(x.device.type, torch.bfloat16, enabled=half):
-            answers = [teacher(x) for teacher in self.teachers]
-        return torch.stack([F.softmax(answer.float() / self.temperature, 1) for answer in answers]).mean(0)
+            said = [teacher(x) for teacher in teachers]
+        return torch.stack([F.softmax(one.float() / self.temperature, 1) for one in said]).mean(0)
 
     def losses(
         self, logits: Tensor, labels: Tensor, x: Tensor, index: Tensor, shift: Tensor | None, flip: Tensor | None
@@ -89,9 +111,9 @@ class Teachers:
         `x` are the images as the network saw them: those of `index`, shifted and flipped.
         """
         if self.table is None:
-            asked = self._ask(x, self.half)
+            asked = self._ask(self.teachers, x, self.half)
         else:
-            asked = self.table[place(index, shift, flip, self.reach), index]
+            asked = self.table[place(index, shift, flip, self.reach), index].float()
         softened = F.log_softmax(logits / self.temperature, 1)
         far = F.kl_div(softened, asked, reduction="none").sum(1) * self.temperature**2
         return (1 - self.weight) * F.cross_entropy(logits, labels, reduction="none") + self.weight * far
@@ -116,5 +138,6 @@ def teachers_of(recipe: Recipe, data: Dataset, device: torch.device, say: Callab
         settings.weight,
         half=recipe.precision == "bfloat16",
         compiled=recipe.compile == "blocks",
+        keep=settings.keep,
         say=say,
     )

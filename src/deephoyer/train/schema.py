@@ -238,6 +238,7 @@ class Distill(_Part):
     checkpoints: tuple[str, ...] = Field(min_length=1)
     temperature: float = Field(default=3.0, gt=0, allow_inf_nan=False)
     weight: float = Field(default=0.7, ge=0, le=1)
+    keep: bool = False
 
     @field_validator("model")
     @classmethod
