@@ -51,7 +51,7 @@ def table(name: str, records: Iterable[Record]) -> str:
     kind = KINDS[name]
     every = rows(records, kind)
     own, ablations = ([r for r in every if is_ablation(r) == which] for which in (False, True))
-    titles = ["method", "numbers", "dense, %", "accuracy, %", "MACs, the paper's counting", "MACs executed"]
+    titles = ["method", "numbers", "start, %", "accuracy, %", "MACs, the paper's counting", "MACs executed"]
     titles += ["parameters", *(f"ms, {'CPU' if device == 'cpu' else 'GPU'}, batch {n}" for device, n in TIMES), "front"]
     lines = [_reported(point) for point in kind.points] + [_measured(row, own) for row in own]
     parts = [f"## {kind.title}", _intro(kind), grid(titles, lines, text=2)]
@@ -67,7 +67,7 @@ def _intro(kind: CifarKind) -> str:
         f"The dense network has {kind.dense:,} MACs; × is how many times fewer. The paper's counting discounts filters "
         "and channels that are zero in a layer, whether or not they can be taken out; *executed* are those of the "
         "network that is left after compaction, with channels physically gone (of others: as they report it). "
-        "Times are of the dense and the compacted network, measured in turns on one machine. Ours are means over "
+        "*Start* is the network that pruning began from, a dense one or an earlier row. Times are of the dense and the compacted network, measured in turns on one machine. Ours are means over "
         "seeds, ± sd; ● is on the front of ours of its protocol, by MACs executed."
     )
 
@@ -82,9 +82,9 @@ def _reported(point: Point) -> list[str]:
 def _measured(row: Row, own: Sequence[Row]) -> list[str]:
     seeds = f"seed {row.seeds[0]}" if len(row.seeds) == 1 else f"seeds {', '.join(map(str, row.seeds))}"
     numbers = f"measured, {row.protocol}, {seeds}"
-    dense = 100 * statistics.fmean(record.accuracy["dense"] for record in row.records)
+    start = 100 * statistics.fmean(record.accuracy["dense"] for record in row.records)
     macs = [_macs(row, lambda record: record.measured.total.macs_paper), _macs(row, executed)]
-    cells = [f"**{row.method}**", numbers, f"{dense:.2f}", accuracy(row), *macs, spread(_parameters(row))]
+    cells = [f"**{row.method}**", numbers, f"{start:.2f}", accuracy(row), *macs, spread(_parameters(row))]
     return [*cells, *(_time(row, device, batch) for device, batch in TIMES), "●" if own and on_front(row, own) else ""]
 
 
