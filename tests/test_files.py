@@ -7,7 +7,7 @@ import pytest
 
 from deephoyer import files
 from deephoyer.errors import UserError
-from deephoyer.files import write_atomically
+from deephoyer.files import folder_at, write_atomically
 
 
 def test_what_is_written_is_read_back(tmp_path):
@@ -20,6 +20,13 @@ def test_what_is_written_is_read_back(tmp_path):
 def test_a_missing_folder_is_a_clear_error(tmp_path):
     with pytest.raises(UserError, match=r"nowhere.a\.bin: can't be written: No such file"):
         write_atomically(tmp_path / "nowhere" / "a.bin", b"x")
+
+
+def test_a_folder_is_made_with_all_above_it_and_a_file_in_its_way_is_a_clear_error(tmp_path):
+    assert folder_at(tmp_path / "a" / "b") == folder_at(tmp_path / "a" / "b") and (tmp_path / "a" / "b").is_dir()
+    (tmp_path / "c").touch()
+    with pytest.raises(UserError, match=r"c: can't be made: File exists"):
+        folder_at(tmp_path / "c")
 
 
 def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):

@@ -3,6 +3,8 @@
 import json
 import os
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 import pytest
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 
 import deephoyer as dh
 from deephoyer import data, models
-from deephoyer.train import batches, checkpoint, recipe, sharing, sweep
+from deephoyer.train import answers, batches, checkpoint, recipe, sharing, sweep
 from deephoyer.train.distill import Teachers, teachers_of
 from deephoyer.train.places import looked_up
 from deephoyer.train.rates import make_optimizer, rate_at, rates_in, set_rate
@@ -154,10 +156,26 @@ def test_teachers_whose_answers_are_kept_say_the_same_and_are_asked_once(tmp_pat
     with torch.no_grad():
         nets[1].conv1.weight[0] += 1
     assert losses(keep=True)[1] == 50  # one teacher has changed
-    for file in (tmp_path / "teachers").iterdir():
+    for file in (tmp_path / "teachers").glob("*.safetensors"):
         file.write_bytes(file.read_bytes()[:-1] + b"?")
     notes.clear()
     assert losses(keep=True)[1] == 2 * 50 and any("damaged" in note for note in notes)
+
+
+def test_of_several_that_want_the_same_answers_one_asks_and_the_others_wait(tmp_path, monkeypatch):
+    monkeypatch.setenv("DEEPHOYER_DATA", str(tmp_path))
+    asked = []
+
+    def slowly():
+        for position in range(3):
+            asked.append(position)
+            time.sleep(0.05)
+            yield torch.full((2, 10), position / 4)
+
+    with ThreadPoolExecutor() as pool:
+        found = list(pool.map(lambda _: answers.kept("same", 3, slowly(), print), range(4)))
+    assert asked == [0, 1, 2]
+    assert all(torch.equal(table, found[0]) for table in found) and found[0][2, 0, 0] == 0.5
 
 
 def test_teachers_of_two_kinds_teach_the_mean_of_what_both_say(tmp_path):

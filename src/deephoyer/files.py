@@ -19,6 +19,15 @@ def kept_in(name: str) -> Path:
     return Path(os.environ.get("DEEPHOYER_DATA") or Path(cache) / "deephoyer") / name
 
 
+def folder_at(path: Path) -> Path:
+    """`path`, made if it is not there, with all above it; a `UserError` where that can't be."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as why:
+        raise UserError(f"{path}: can't be made: {why.strerror or why}.") from None
+    return path
+
+
 def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
     """Writes `content` to a temporary file beside `path`, syncs it, and renames it into place.
 

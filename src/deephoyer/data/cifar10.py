@@ -18,7 +18,7 @@ from torch import Tensor
 from deephoyer.data import cifar10_forms as forms
 from deephoyer.data.dataset import Dataset, first
 from deephoyer.errors import UserError
-from deephoyer.files import kept_in, write_atomically
+from deephoyer.files import folder_at, kept_in, write_atomically
 
 DIGESTS = {
     "data_batch_1": "5dd7e06a14cb22eb9f671a540d1b7c25",
@@ -64,10 +64,7 @@ def fetch(source: str | None = None, say: Callable[[str], None] = lambda text: N
     for name, content in found.items():
         if hashlib.md5(content, usedforsecurity=False).hexdigest() != DIGESTS[name]:
             raise UserError(f"cifar10: {name} from {source or 'the network'} is not CIFAR-10's: its digest differs.")
-    try:
-        target.mkdir(parents=True, exist_ok=True)
-    except OSError as why:
-        raise UserError(f"{target}: can't be made: {why.strerror or why}.") from None
+    folder_at(target)
     for name, content in found.items():
         write_atomically(target / f"{name}.bin", content)
     return target

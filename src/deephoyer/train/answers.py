@@ -6,6 +6,7 @@ other positions never meet old answers. Probabilities are kept as float16, 20 by
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 from collections.abc import Callable, Iterator
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from deephoyer.data import Dataset
 from deephoyer.errors import UserError
 from deephoyer.export import container
-from deephoyer.files import kept_in, write_atomically
+from deephoyer.files import folder_at, kept_in, write_atomically
 
 FORM = 1
 """Goes up when the content of a file changes for the same digest."""
@@ -31,21 +32,28 @@ def digest(teacher: nn.Module, data: Dataset, *settings: object) -> str:
 
 
 def kept(name: str, positions: int, asked: Iterator[Tensor], say: Callable[[str], None]) -> Tensor:
-    """The answers called `name` as (position, image, class): read, or else taken from `asked`, a position at a time."""
-    folder = kept_in("teachers")
-    path = folder / f"{name}.safetensors"
-    if path.is_file():
-        try:
-            return container.unseal(path)[0]["answers"]
-        except UserError as why:
-            say(f"{why} The teacher is asked again.")
+    """The answers called `name` as (position, image, class): read, or else taken from `asked`, a position at a time.
+
+    Of several processes that want the same, one asks and the others wait for it.
+    """
+    path = folder_at(kept_in("teachers")) / f"{name}.safetensors"
+    with open(path.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if path.is_file():
+            try:
+                return container.unseal(path)[0]["answers"]
+            except UserError as why:
+                say(f"{why} The teacher is asked again.")
+        answers = _gathered(positions, asked, say)
+        write_atomically(path, container.seal({"answers": answers}, {"kind": "answers"}))
+    say(f"kept in {path}")
+    return answers
+
+
+def _gathered(positions: int, asked: Iterator[Tensor], say: Callable[[str], None]) -> Tensor:
     parts = []
     for part in asked:
         parts.append(part.half().cpu())
         if len(parts) % max(1, positions // 10) == 0:
             say(f"teacher: {len(parts)} of {positions} positions")
-    answers = torch.stack(parts)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, container.seal({"answers": answers}, {"kind": "answers"}))
-    say(f"kept in {path}")
-    return answers
+    return torch.stack(parts)
