@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from deephoyer.files import write_atomically
+from deephoyer.files import folder_at, write_atomically
 
 
 def show(rows: Sequence[tuple[str, ...]], notes: Sequence[str] = ()) -> None:
@@ -31,5 +31,5 @@ def show(rows: Sequence[tuple[str, ...]], notes: Sequence[str] = ()) -> None:
 def write(path: Path | None, record: dict[str, Any]) -> None:
     """Writes the record, if there is a file to write it to."""
     if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        folder_at(path.parent)
         write_atomically(path, (json.dumps(record, indent=1, ensure_ascii=False) + "\n").encode())

@@ -67,8 +67,8 @@ def _intro(kind: CifarKind) -> str:
         f"The dense network has {kind.dense:,} MACs; × is how many times fewer. The paper's counting discounts filters "
         "and channels that are zero in a layer, whether or not they can be taken out; *executed* are those of the "
         "network that is left after compaction, with channels physically gone (of others: as they report it). "
-        "*Start* is the network that pruning began from, a dense one or an earlier row. Times are of the dense and "
-        "the compacted network, measured in turns on one machine. Ours are means over seeds, ± sd; ● is on the "
+        "*Start* is what a run began with, a dense network or an earlier row's, as it saw it. Times are of the dense "
+        "and the compacted network, measured in turns on one machine. Ours are means over seeds, ± sd; ● is on the "
         "front of ours of its protocol, by MACs executed."
     )
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from deephoyer.errors import UserError
 from deephoyer.export import provenance, save
+from deephoyer.files import folder_at
 from deephoyer.report import record as records
 from deephoyer.report.measure import build, measure
 from deephoyer.report.origin import origin
@@ -48,7 +49,7 @@ def publish(
     checkpoint.fill(model, folder / "finetuned.safetensors", str(folder.path))
     measured = measure(model, content, "compact" in summary)
     _agree(folder, summary, measured)
-    place.mkdir(parents=True, exist_ok=True)
+    folder_at(place)
     command = records.command(base, overrides)
     save(model, place / WEIGHTS, provenance={"command": command, "recipe": content})
     made = Record(

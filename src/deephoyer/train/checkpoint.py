@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from deephoyer.errors import UserError
 from deephoyer.export import container, load
-from deephoyer.files import write_atomically
+from deephoyer.files import folder_at, write_atomically
 
 KIND = "run"
 KEPT = 2
@@ -26,7 +26,7 @@ KEPT = 2
 
 def save(folder: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> Path:
     """Writes the next checkpoint of a folder and removes those that are too old."""
-    folder.mkdir(parents=True, exist_ok=True)
+    folder_at(folder)
     have = numbers(folder)
     path = folder / f"{(have[-1] if have else 0) + 1:06d}.safetensors"
     flat = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}

@@ -25,7 +25,7 @@ from deephoyer.train.places import place
 from deephoyer.train.schema import Recipe, named
 from deephoyer.weights import LAYERS
 
-Place = tuple[bool, int, int]
+Position = tuple[bool, int, int]
 """Whether an image is flipped, and how many rows and columns it is shifted."""
 
 MOST_PASSES = 30
@@ -52,31 +52,31 @@ class Teachers:
         self.teachers = [teacher.eval().requires_grad_(False) for teacher in teachers]
         self.reach, self.temperature, self.weight, self.half = reach, temperature, weight, half
         steps = range(-reach, reach + 1)
-        places = list(itertools.product((False, True) if flips else (False,), steps, steps))
+        positions = list(itertools.product((False, True) if flips else (False,), steps, steps))
         who = "the teacher" if len(self.teachers) == 1 else f"{len(self.teachers)} teachers"
         self.table: Tensor | None = None
         self.compiled = Compiled(())
         if keep:
-            say(f"asks {who} about every image in {len(places)} positions, or reads what was kept of that")
-            self.table = self._kept(data, places, flips, compiled, say)
-        elif len(places) > most_passes:
+            say(f"wants what {who} would say of every image in {len(positions)} positions: reads it, or asks once")
+            self.table = self._table_on_disk(data, positions, flips, compiled, say)
+        elif len(positions) > most_passes:
             say(f"asks {who} about each batch")
             self._make_ready(compiled)
         else:
-            say(f"asks {who} about every image in {len(places)} positions; on a CPU that may take minutes")
-            self.table = torch.stack([self._everywhere(self.teachers, data, spot, half=False) for spot in places])
+            say(f"asks {who} about every image in {len(positions)} positions; on a CPU that may take minutes")
+            self.table = torch.stack([self._everywhere(self.teachers, data, at, half=False) for at in positions])
 
-    def _kept(
-        self, data: Dataset, places: list[Place], flips: bool, compiled: bool, say: Callable[[str], None]
+    def _table_on_disk(
+        self, data: Dataset, positions: list[Position], flips: bool, compiled: bool, say: Callable[[str], None]
     ) -> Tensor:
         """The mean of the teachers' tables, each asked for or read from where an earlier run has left it."""
-        settings = (self.reach, flips, self.temperature, self.half)
+        settings = (self.reach, flips, self.temperature, self.half, torch.get_float32_matmul_precision())
         names = [answers.digest(teacher, data, *settings) for teacher in self.teachers]
         self._make_ready(compiled)
         total = torch.zeros(())
         for name, teacher in zip(names, self.teachers, strict=True):
-            asked = (self._everywhere([teacher], data, spot, self.half) for spot in places)
-            total = total + answers.kept(name, len(places), asked, say).float()
+            asked = (self._everywhere([teacher], data, at, self.half) for at in positions)
+            total = total + answers.kept(name, len(positions), asked, say).float()
         return (total / len(names)).half().to(data.train_x.device)
 
     def _make_ready(self, compiled: bool) -> None:
@@ -87,9 +87,9 @@ class Teachers:
         if compiled:
             self.compiled = Compiled([m for teacher in self.teachers for m in repeated(teacher) or [teacher]])
 
-    def _everywhere(self, teachers: Sequence[nn.Module], data: Dataset, spot: Place, half: bool) -> Tensor:
+    def _everywhere(self, teachers: Sequence[nn.Module], data: Dataset, position: Position, half: bool) -> Tensor:
         """What teachers say of all training images in one position."""
-        flip, rows, columns = spot
+        flip, rows, columns = position
         means = []
         for x in data.train_x.split(2000):
             if self.reach:

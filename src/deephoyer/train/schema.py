@@ -232,7 +232,11 @@ class Prune(_Part):
 
 
 class Distill(_Part):
-    """Learning from the mean prediction of trained networks besides the labels, while regularizing and finetuning."""
+    """Learning from the mean prediction of trained networks besides the labels, while regularizing and finetuning.
+
+    With `keep` each is asked once, about every image in every position, in the recipe's precision; the answers
+    stay on disk for later runs. That is as many passes over the images as there are positions.
+    """
 
     model: Choice | tuple[Choice, ...]
     checkpoints: tuple[str, ...] = Field(min_length=1)

@@ -27,7 +27,7 @@ from rich.live import Live
 from rich.table import Table
 
 from deephoyer.errors import UserError
-from deephoyer.files import write_atomically
+from deephoyer.files import folder_at, write_atomically
 from deephoyer.train import recipe as recipes
 from deephoyer.train import sharing
 from deephoyer.train.progress import describe
@@ -183,8 +183,7 @@ def run_stacked(recipe: str, overrides: Sequence[str], team: Sequence[Member], s
         for member, failure in zip(group, failures, strict=True):
             member.status = 0 if failure is None else 1
             if failure is not None:
-                member.folder.mkdir(parents=True, exist_ok=True)
-                write_atomically(member.folder / "log.txt", f"deephoyer: {failure}\n".encode())
+                write_atomically(folder_at(member.folder) / "log.txt", f"deephoyer: {failure}\n".encode())
 
 
 Work = list[tuple[str, Path]]
@@ -212,8 +211,7 @@ def _elsewhere(work: Work) -> list[str | None]:
 
 
 def _start(words: list[str], environment: dict[str, str], member: Member) -> Member:
-    member.folder.mkdir(parents=True, exist_ok=True)
-    member.log = open(member.folder / "log.txt", "ab" if member.again else "wb")  # noqa: SIM115 (closed when the process ends)
+    member.log = open(folder_at(member.folder) / "log.txt", "ab" if member.again else "wb")  # noqa: SIM115 (closed when the process ends)
     member.process = subprocess.Popen(
         [*words, *member.overrides, "--out", str(member.folder)],
         env=environment,

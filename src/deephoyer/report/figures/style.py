@@ -14,8 +14,7 @@ from typing import Any, ParamSpec
 import matplotlib
 from matplotlib.figure import Figure
 
-from deephoyer.errors import UserError
-from deephoyer.files import write_atomically
+from deephoyer.files import folder_at, write_atomically
 
 BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 PINK, SKY, YELLOW, INK, GREY = "#CC79A7", "#56B4E9", "#F0E442", "#1a1a1a", "#767676"
@@ -57,10 +56,7 @@ def styled(draw: Callable[P, Figure]) -> Callable[P, Figure]:
 
 def save(figure: Figure, folder: Path, name: str) -> list[Path]:
     """Writes `name.svg` and `name.png`, without dates, and gives their paths."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as why:
-        raise UserError(f"{folder}: can't be made: {why.strerror}.") from None
+    folder_at(folder)
     nothing = {"svg": {"Date": None, "Creator": None}, "png": {"Software": None}}
     paths = []
     for ending, metadata in nothing.items():

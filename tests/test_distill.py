@@ -1,0 +1,142 @@
+"""Teachers: asked in the step, in a table, or once for all runs; and what is kept of their answers."""
+
+import copy
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import safetensors.torch
+import torch
+import torch.nn.functional as F
+
+from deephoyer import data, models
+from deephoyer.errors import UserError
+from deephoyer.train import answers, batches, recipe
+from deephoyer.train.distill import Teachers, teachers_of
+
+
+@pytest.mark.parametrize("passes", [20, 0])
+def test_teachers_in_a_table_and_teachers_asked_in_the_step_say_the_same(passes):
+    torch.manual_seed(0)
+    digits = data.load("mnist", limit=40).in_floats()
+    nets = [models.make("lenet-300-100") for _ in range(2)]
+    teachers = Teachers(nets, digits, reach=1, flips=True, temperature=2.0, weight=0.6, most_passes=passes)
+    assert (teachers.table is None) == (passes == 0)
+    drawn = batches.draw(torch.arange(40), 16, 1, True, seed=3)
+    index, shift, flip = drawn.step(0)
+    x, y = batches.images(digits, index, shift, flip, 1)
+    logits = torch.randn(16, 10)
+    with torch.no_grad():
+        soft = torch.stack([F.softmax(net(x) / 2.0, 1) for net in nets]).mean(0)
+    far = (soft * (soft.log() - F.log_softmax(logits / 2.0, 1))).sum(1).mean() * 4
+    expected = 0.4 * F.cross_entropy(logits, y) + 0.6 * far
+    torch.testing.assert_close(teachers.losses(logits, y, x, index, shift, flip).mean(), expected)
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_teachers_whose_answers_are_kept_say_the_same_and_are_asked_once(half, tmp_path, monkeypatch):
+    monkeypatch.setenv("DEEPHOYER_DATA", str(tmp_path))
+    torch.manual_seed(0)
+    digits = data.load("mnist", limit=30)
+    nets = [models.make("lenet-300-100"), models.make("lenet-5")]
+    drawn = batches.draw(torch.arange(30), 16, 2, True, seed=3).step(0)
+    x, y = batches.images(digits, *drawn, 2)
+    logits, notes, asked = torch.randn(16, 10), [], []
+    for net in nets:
+        net.register_forward_hook(lambda net, x, y: asked.append(net))
+
+    def losses(temperature=2.0, **how):
+        how["say"] = notes.append
+        asked.clear()
+        teachers = Teachers([copy.deepcopy(net) for net in nets], digits, 2, True, temperature, 1.0, half, **how)
+        times = len(asked)
+        return teachers.losses(logits, y, x, *drawn), times
+
+    plain, first, again = losses(most_passes=0)[0], losses(keep=True), losses(keep=True)
+    torch.testing.assert_close(first[0], plain, rtol=0, atol=3e-2 if half else 2e-3)  # kept as float16
+    assert first[1] == 2 * 50 and again[1] == 0 and torch.equal(first[0], again[0])
+    assert "teacher: 50 of 50 positions" in notes
+    assert losses(temperature=3.0, keep=True)[1] == 2 * 50  # what was kept is no answer to this
+    with torch.no_grad():
+        nets[1].conv1.weight[0] += 1
+    assert losses(keep=True)[1] == 50  # one teacher has changed
+    for file in (tmp_path / "teachers").glob("*.safetensors"):
+        file.write_bytes(file.read_bytes()[:-1] + b"?")
+    notes.clear()
+    assert losses(keep=True)[1] == 2 * 50 and any("damaged" in note for note in notes)
+
+
+def test_of_several_that_want_the_same_answers_one_asks_and_the_others_wait(tmp_path, monkeypatch):
+    monkeypatch.setenv("DEEPHOYER_DATA", str(tmp_path))
+    asked = []
+
+    def slowly():
+        for position in range(3):
+            asked.append(position)
+            time.sleep(0.05)
+            yield torch.full((2, 10), position / 4)
+
+    with ThreadPoolExecutor() as pool:
+        found = list(pool.map(lambda _: answers.kept("same", 3, slowly(), print), range(4)))
+    assert asked == [0, 1, 2]
+    assert all(torch.equal(table, found[0]) for table in found) and found[0][2, 0, 0] == 0.5
+
+
+def test_answers_that_can_not_be_written_are_used_all_the_same(tmp_path, monkeypatch):
+    monkeypatch.setenv("DEEPHOYER_DATA", str(tmp_path))
+
+    def full(*_):
+        raise UserError("the disk is full.")
+
+    monkeypatch.setattr(answers, "write_atomically", full)
+    notes = []
+    assert torch.equal(answers.kept("a", 1, iter([torch.ones(2, 3)]), notes.append), torch.ones(1, 2, 3).half())
+    assert notes[-1] == "the disk is full. The answers are not kept."
+
+
+def test_answers_that_are_there_are_read_where_nothing_can_be_locked(tmp_path, monkeypatch):
+    monkeypatch.setenv("DEEPHOYER_DATA", str(tmp_path))
+    (tmp_path / "teachers" / "a.lock").mkdir(parents=True)
+    for again in range(2):
+        asked = iter([torch.full((2, 3), 0.5)] if not again else ())
+        assert torch.equal(answers.kept("a", 1, asked, print), torch.full((1, 2, 3), 0.5).half())
+
+
+def test_teachers_of_two_kinds_teach_the_mean_of_what_both_say(tmp_path):
+    torch.manual_seed(0)
+    kinds, digits = ["lenet-300-100", "lenet-5"], data.load("mnist", limit=20).in_floats()
+    nets = [models.make(kind) for kind in kinds]
+    for kind, net in zip(kinds, nets, strict=True):
+        safetensors.torch.save_file(net.state_dict(), tmp_path / kind)
+    files = [str(tmp_path / kind) for kind in kinds]
+    made = recipe.read("demo", [f"distill={{model: {kinds}, checkpoints: {files}, temperature: 2, weight: 1}}"])
+    logits, (x, y) = torch.randn(20, 10), (digits.floats(digits.train_x), digits.train_y)
+    found = teachers_of(made, digits, torch.device("cpu"), print).losses(logits, y, x, torch.arange(20), None, None)
+    with torch.no_grad():
+        soft = (F.softmax(nets[0](x) / 2, 1) + F.softmax(nets[1](x) / 2, 1)) / 2
+    torch.testing.assert_close(found, 4 * (soft * (soft.log() - F.log_softmax(logits / 2, 1))).sum(1))
+
+
+def test_teachers_of_photographs_are_asked_in_the_step():
+    few = data.load("mnist", limit=4)
+    assert Teachers([models.make("lenet-300-100")], few, 4, True, 4.0, 0.7).table is None
+    assert Teachers([models.make("lenet-300-100")], few, 1, True, 4.0, 0.7).table is not None
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_teachers_made_ready_say_what_they_said_in_half_precision(compiled, monkeypatch):
+    blocks = []
+    monkeypatch.setattr(
+        "deephoyer.train.compiling.BACKEND", lambda graph, inputs: blocks.append(graph) or graph.forward
+    )
+    torch.manual_seed(0)
+    few, teacher, x = data.load("mnist", limit=4), models.make("resnet-20").eval(), torch.randn(4, 3, 32, 32)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        said = F.softmax(teacher(x).float() / 4.0, 1)
+    asked = Teachers([teacher], few, 4, True, 4.0, 1.0, half=True, compiled=compiled)
+    logits, labels = torch.randn(4, 10), torch.zeros(4, dtype=torch.long)
+    far = F.kl_div(F.log_softmax(logits / 4.0, 1), said, reduction="none").sum(1) * 16
+    found = asked.losses(logits, labels, x, torch.arange(4), None, None)
+    torch.testing.assert_close(found, far)
+    assert bool(blocks) == compiled
+    assert teacher.conv1.weight.dtype is torch.bfloat16 and teacher.bn1.weight.dtype is torch.float32
