@@ -16,6 +16,7 @@ from deephoyer.report import publish, record
 from deephoyer.report.measure import measure
 from deephoyer.rules import Absolute, StdRatio
 from deephoyer.train import checkpoint, recipe
+from deephoyer.train.progress import Silent
 from deephoyer.train.result import finish
 from deephoyer.train.run import Run
 from test_compiling import noise
@@ -216,6 +217,20 @@ def test_a_run_that_is_cut_through_is_told_so_before_it_is_finetuned(tmp_path):
     with pytest.raises(dh.UserError, match="nothing of an image reaches the outputs"):
         Run(recipe.read("demo", [*TINY, *UNTRAINED, pruned]), tmp_path).execute()
     assert checkpoint.newest(tmp_path / "checkpoints")[1]["stage"] == "prune"
+
+
+def test_a_run_that_loses_most_of_its_accuracy_is_warned_and_one_that_does_not_is_not(tmp_path):
+    class Notes(Silent):
+        def note(self, text):
+            notes.append(text)
+
+    for density, fell in ((0.002, True), (0.5, False)):
+        notes = []
+        change = f"prune={{rule: density, value: {density}}}"
+        job = Run(recipe.read("demo", [*TINY, change]), tmp_path / str(density), Notes()).execute()
+        before, after = (f"{job.state.accuracy[stage]:.1%}" for stage in ("regularized", "pruned"))
+        told = [note for note in notes if note.startswith(f"prune: accuracy fell from {before} to {after};")]
+        assert len(told) == fell
 
 
 def test_a_rule_without_a_value_is_refused():

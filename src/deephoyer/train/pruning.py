@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,6 +30,17 @@ def pruned(run: Run) -> Masks:
             "the network as it was before is in the folder's newest checkpoint."
         )
     return masks
+
+
+def warning(accuracy: Mapping[str, float]) -> str | None:
+    """What to say, by the accuracies after each stage, of a cut that took more than half of what there was."""
+    before, after = accuracy["regularized"], accuracy["pruned"]
+    if after >= before / 2:
+        return None
+    return (
+        f"prune: accuracy fell from {before:.1%} to {after:.1%}; finetuning may not bring that back. Prune less at "
+        "once (`rounds`, or a second run that starts from the first), or regularize more."
+    )
 
 
 def _aimed(run: Run, settings: Prune, target: Target, groups: list[str | Grouping]) -> Rule:
