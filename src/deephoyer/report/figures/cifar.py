@@ -17,7 +17,7 @@ from deephoyer.report.record import Record
 from deephoyer.report.rows import is_ablation, rows
 
 Spot = tuple[float, float]
-LEAST, MOST = 92.0, 95.0
+LEAST, MOST = 91.4, 94.8
 """Percent: what lies lower is no competition, and would flatten all the rest."""
 BESIDE = {
     ("Pruning-A", 1.12): (-8, 7),
@@ -30,6 +30,9 @@ BESIDE = {
     ("C-SGD-5/8", 2.55): (5, -10),
     ("C-SGD-5/8", 2.56): (-44, 5),
     ("LRF", 3.8): (-8, -12),
+    ("channel pruning", 2.0): (-70, -9),
+    ("AMC", 2.0): (-27, 3),
+    ("CNN-FCF-B", 3.44): (-54, 3),
 }
 """Where a name would run into another: how far it is moved, in points."""
 
@@ -44,6 +47,8 @@ def cifar(records: Iterable[Record]) -> Figure:
         _ours(axes, kind, records)
         _finish(axes, kind)
     figure.suptitle("Accuracy against multiply-accumulates on CIFAR-10", fontsize=12)
+    drawn = dict(pair[::-1] for axes in figure.axes for pair in zip(*axes.get_legend_handles_labels(), strict=True))
+    figure.legend(drawn.values(), drawn, loc="outside lower center", ncols=3)
     return figure
 
 
@@ -105,4 +110,3 @@ def _finish(axes: Axes, kind: CifarKind) -> None:
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}×"))
     axes.set(title=kind.title, xlabel="times fewer MACs than the dense network (log scale)", ylabel="test accuracy, %")
-    axes.legend(loc="lower left")
