@@ -57,7 +57,7 @@ class Teachers:
         self.table: Tensor | None = None
         self.compiled = Compiled(())
         if keep:
-            say(f"wants what {who} would say of every image in {len(positions)} positions: reads it, or asks once")
+            say(f"reads what {who} said of every image in {len(positions)} positions, or asks; on a CPU for hours")
             self.table = self._table_on_disk(data, positions, flips, compiled, say)
         elif len(positions) > most_passes:
             say(f"asks {who} about each batch")
