@@ -32,7 +32,7 @@ def pruned(run: Run) -> Masks:
     return masks
 
 
-def warning(accuracy: Mapping[str, float]) -> str | None:
+def warning_of_loss(accuracy: Mapping[str, float]) -> str | None:
     """What to say, by the accuracies after each stage, of a cut that took more than half of what there was."""
     before, after = accuracy["regularized"], accuracy["pruned"]
     if after >= before / 2:

@@ -34,7 +34,7 @@ from deephoyer.train.distill import Teachers, teachers_of
 from deephoyer.train.folder import RunFolder
 from deephoyer.train.objective import Objective, logits
 from deephoyer.train.progress import Silent
-from deephoyer.train.pruning import pruned, warning
+from deephoyer.train.pruning import pruned, warning_of_loss
 from deephoyer.train.pursuit import Pursuit, aim_of
 from deephoyer.train.rates import make_optimizer, rate_at, rates_in
 from deephoyer.train.schema import STAGES, Recipe, Regularize, Training, named
@@ -154,7 +154,7 @@ class Run:
         if stage in ("pretrain", "regularize"):
             checkpoint.write_weights(self.folder / f"{title}.safetensors", self.model)
         self.state.accuracy[title] = self.accuracy(self.data.test_x, self.data.test_y)
-        if stage == "prune" and (told := warning(self.state.accuracy)):
+        if stage == "prune" and (told := warning_of_loss(self.state.accuracy)):
             self.progress.note(told)
         self.state.seconds[stage] = time.monotonic() - began
         if stage == "prune" and self.state.round + 1 < self.recipe.rounds:
