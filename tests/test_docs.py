@@ -32,6 +32,14 @@ def test_the_readmes_results_stand_in_the_generated_page():
         assert any(size in line and accuracy in line for line in PAGE.splitlines()), f"{size} at {accuracy} %"
 
 
+def test_the_readmes_cifar_results_stand_in_the_generated_page():
+    table = (ROOT / "README.md").read_text(encoding="utf-8").split("| times fewer MACs |")[1].split("\n\n")[0]
+    found = re.findall(r"([\d.]+) \| ([\d.]+) \| \**([\d.]+)", table)
+    assert len(found) >= 5
+    for fewer, front, ours in found:
+        assert any(f"| {ours} | {front} (" in line and f"{fewer}×" in line for line in PAGE.splitlines()), fewer
+
+
 @pytest.mark.parametrize("file", ["README.md", "docs/search.md"])
 def test_means_and_spreads_are_those_of_the_generated_page(file):
     found = re.findall(r"[\d,.]+ ± [\d,.]*\d", (ROOT / file).read_text(encoding="utf-8"))

@@ -333,12 +333,26 @@ def test_a_cifar_table_has_both_ways_of_counting_and_the_time_beside_what_was_re
     total = one.measured.total.model_dump() | {"macs_paper": 40_000_000}
     made = as_resnet(one, right=9380, total=total, compact={"macs": 50_000_000, "parameters": 345_678})
     text = table("resnet-56", [made])
-    assert "| Group-HS 2e-4 | reported: DeepHoyer | 93.14 | 93.58 | 2.38× |" in text
-    assert "| DepGraph | reported: Fang et al. 2023 | 93.53 | 93.64 |  | 2.57× |" in text
-    assert "93.80 | 40.0M, 3.14× | 50.0M, 2.51× | 345,678 |  |  | 300 → 150, 2.00× |" in text
+    assert "| Group-HS 2e-4 | reported: DeepHoyer | 93.14 | 93.58 |  | 2.38× |" in text
+    assert "| DepGraph | reported: Fang et al. 2023 | 93.53 | 93.64 |  |  | 2.57× |" in text
+    assert "93.80 | 93.56 (+0.24) | 40.0M, 3.14× | 50.0M, 2.51× | 345,678 |  |  | 300 → 150, 2.00× |" in text
     assert "- resnet-56-best, 2.51×, test-best: `deephoyer run resnet-56-best seed=0`" in text
     assert "no records of ours" in table("resnet-110", [made])
     assert table("lenet-5-structure", [made]) == table("lenet-5-structure", [])
+
+
+@pytest.mark.parametrize(
+    ("macs", "right", "there"),
+    [
+        (62_000_000, 9380, ""),  # 2.02 times fewer: before the paper's first point
+        (125_485_696 / 2.5923, 9300, "93.54 (−0.54)"),  # between 93.58 % at 2.38 times and 93.45 % at 3.07
+        (125_485_696 / 5.63, 9300, "92.23 (+0.77)"),
+        (15_000_000, 9200, "92.23 (−0.23)"),  # past the last
+    ],
+)
+def test_the_papers_front_is_straight_between_its_points_and_flat_past_them(published, macs, right, there):
+    made = as_resnet(record.read(published / "group-hs"), right=right, compact={"macs": int(macs), "parameters": 1})
+    assert f"| {right / 100:.2f} | {there} |" in table("resnet-56", [made])
 
 
 def test_the_cifar_figure_needs_no_records_and_shows_those_there_are(command, published, tmp_path):

@@ -9,6 +9,8 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from deephoyer.report import published_cifar
 from deephoyer.report.cells import accuracy, again, grid, spread
 from deephoyer.report.published_cifar import Point
@@ -51,8 +53,9 @@ def table(name: str, records: Iterable[Record]) -> str:
     kind = KINDS[name]
     every = rows(records, kind)
     own, ablations = ([r for r in every if is_ablation(r) == which] for which in (False, True))
-    titles = ["method", "numbers", "start, %", "accuracy, %", "MACs, the paper's counting", "MACs executed"]
-    titles += ["parameters", *(f"ms, {'CPU' if device == 'cpu' else 'GPU'}, batch {n}" for device, n in TIMES), "front"]
+    titles = ["method", "numbers", "start, %", "accuracy, %", "the paper's front there", "MACs, the paper's counting"]
+    times = (f"ms, {'CPU' if device == 'cpu' else 'GPU'}, batch {n}" for device, n in TIMES)
+    titles += ["MACs executed", "parameters", *times, "front"]
     lines = [_reported(point) for point in kind.points] + [_measured(row, own) for row in own]
     parts = [f"## {kind.title}", _intro(kind), grid(titles, lines, text=2)]
     parts += [again(own, _fewer)]
@@ -69,7 +72,8 @@ def _intro(kind: CifarKind) -> str:
         "network that is left after compaction, with channels physically gone (of others: as they report it). "
         "*Start* is what a run began with, a dense network or an earlier row's, as it saw it. Times are of the dense "
         "and the compacted network, measured in turns on one machine. Ours are means over seeds, ± sd; ● is on the "
-        "front of ours of its protocol, by MACs executed."
+        "front of ours of its protocol, by MACs executed. *The paper's front there* is straight between its four "
+        "points and flat past the last, at the MACs we execute; in brackets how far we are above it."
     )
 
 
@@ -77,7 +81,7 @@ def _reported(point: Point) -> list[str]:
     fewer = f"{point.fewer:.2f}×"
     macs = [fewer, ""] if point.papers_counting else ["", fewer]
     empty = [""] * (len(TIMES) + 2)
-    return [point.method, f"reported: {point.source}", point.base, point.accuracy, *macs, *empty]
+    return [point.method, f"reported: {point.source}", point.base, point.accuracy, "", *macs, *empty]
 
 
 def _measured(row: Row, own: Sequence[Row]) -> list[str]:
@@ -85,8 +89,19 @@ def _measured(row: Row, own: Sequence[Row]) -> list[str]:
     numbers = f"measured, {row.protocol}, {seeds}"
     start = 100 * statistics.fmean(record.accuracy["dense"] for record in row.records)
     macs = [_macs(row, lambda record: record.measured.total.macs_paper), _macs(row, executed)]
-    cells = [f"**{row.method}**", numbers, f"{start:.2f}", accuracy(row), *macs, spread(_parameters(row))]
+    cells = [f"**{row.method}**", numbers, f"{start:.2f}", accuracy(row), _papers_front(row), *macs]
+    cells += [spread(_parameters(row))]
     return [*cells, *(_time(row, device, batch) for device, batch in TIMES), "●" if own and on_front(row, own) else ""]
+
+
+def _papers_front(row: Row) -> str:
+    """The paper's accuracy at as many MACs as we execute, and how far above it we are; empty before its first point."""
+    points = [p for p in KINDS[row.kind.name].points if p.papers_counting]
+    fewer = row.kind.dense / row.size
+    if fewer < points[0].fewer:
+        return ""
+    there = float(np.interp(fewer, [p.fewer for p in points], [float(p.accuracy) for p in points]))
+    return f"{there:.2f} ({100 * row.accuracy - there:+.2f})".replace("-", "−")
 
 
 def _parameters(row: Row) -> list[int]:
@@ -95,7 +110,7 @@ def _parameters(row: Row) -> list[int]:
 
 
 def _fewer(row: Row) -> str:
-    return f", {row.kind.dense / statistics.fmean(executed(record) for record in row.records):.2f}×"
+    return f", {row.kind.dense / row.size:.2f}×"
 
 
 def _macs(row: Row, size: Callable[[Record], int]) -> str:
