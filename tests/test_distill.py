@@ -94,6 +94,14 @@ def test_answers_that_can_not_be_written_are_used_all_the_same(tmp_path, monkeyp
     assert notes[-1] == "the disk is full. The answers are not kept."
 
 
+def test_answers_that_have_no_place_are_used_all_the_same(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("DEEPHOYER_DATA", str(tmp_path / "file"))
+    notes = []
+    assert torch.equal(answers.kept("a", 1, iter([torch.ones(2, 3)]), notes.append), torch.ones(1, 2, 3).half())
+    assert "can't be made" in notes[0] and "The answers are not kept." in notes[0]
+
+
 def test_answers_that_are_there_are_read_where_nothing_can_be_locked(tmp_path, monkeypatch):
     monkeypatch.setenv("DEEPHOYER_DATA", str(tmp_path))
     (tmp_path / "teachers" / "a.lock").mkdir(parents=True)

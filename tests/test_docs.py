@@ -1,12 +1,14 @@
 """What this repository publishes: a page of results made from its records, and prose that says what the page says."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
 from deephoyer.report import record, verify
 from deephoyer.report.page import page
+from deephoyer.train import recipe
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
@@ -38,6 +40,18 @@ def test_the_readmes_cifar_results_stand_in_the_generated_page():
     assert len(found) >= 5
     for fewer, front, ours in found:
         assert any(f"| {ours} | {front} (" in line and f"{fewer}×" in line for line in PAGE.splitlines()), fewer
+
+
+def test_the_commands_of_the_page_have_recipes_and_folders_that_can_be_made():
+    commands = re.findall(r"`deephoyer (?:run|sweep) ([a-z][^`]+)`", PAGE)
+    assert len(commands) > 50
+    names = set()
+    for words in map(shlex.split, commands):
+        name, *changes = [*words[: words.index("--grid")], "seed=0"] if "--grid" in words else words
+        recipe.read(name, changes)
+        names.add(recipe.folder_name(name, changes))
+        assert len(max(names, key=len).encode()) <= recipe.LONGEST_NAME < 255
+    assert len(names) > 50  # other overrides, another folder, also where a digest stands for them
 
 
 @pytest.mark.parametrize("file", ["README.md", "docs/search.md"])

@@ -1,5 +1,6 @@
 """Runs: real training of a small network on a few real images, cut off, resumed, damaged, refused."""
 
+import dataclasses
 import json
 import os
 import random
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 import deephoyer as dh
+from deephoyer import data
 from deephoyer.train import checkpoint, recipe
 from deephoyer.train.run import Run
 
@@ -157,7 +159,7 @@ def test_ctrl_c_leaves_a_run_that_goes_on_and_exit_status_130(tmp_path):
     run.send_signal(signal.SIGINT)
     _, said = run.communicate(timeout=60)
     assert run.returncode == 130
-    assert "nothing is lost" in said and "Traceback" not in said
+    assert "goes on from the last checkpoint" in said and "Traceback" not in said
     assert checkpoint.newest(tmp_path / "run" / "checkpoints") is not None
 
 
@@ -167,6 +169,14 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpo
         Run(made, tmp_path).execute()
     tensors, state, _ = checkpoint.newest(tmp_path / "checkpoints")
     assert state["stage"] == "regularize" and all(t.isfinite().all() for t in tensors.values())
+
+
+def test_a_model_that_can_not_read_the_data_is_told_in_a_line(tmp_path, monkeypatch):
+    digits = data.load("mnist", limit=20)
+    photographs = dataclasses.replace(digits, train_x=digits.train_x.repeat(1, 3, 1, 1))
+    monkeypatch.setattr("deephoyer.train.run._data_of", lambda recipe, device: photographs)
+    with pytest.raises(dh.UserError, match="lenet-300-100 can't read images of 3×28×28"):
+        Run(small(), tmp_path).execute()
 
 
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path):

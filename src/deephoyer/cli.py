@@ -83,7 +83,7 @@ def run(
     try:
         job.execute()
     except KeyboardInterrupt:
-        _complain(f"interrupted; nothing is lost. The same command goes on from {place}.")
+        _complain(f"interrupted. The same command goes on from the last checkpoint in {place}.")
         raise typer.Exit(130) from None
     _show(finish(job), place)
 
@@ -115,7 +115,7 @@ def sweep(
         else:
             sweeps.run_all(recipe, changes, team, at_once, None, mps=mps, say=_complain)
     except KeyboardInterrupt:
-        _complain("interrupted; nothing is lost. The same command goes on.")
+        _complain("interrupted. The same command goes on from the last checkpoints.")
         raise typer.Exit(130) from None
     out.print(sweeps.result_table(team), highlight=False)
     failed = [m for m in team if m.status != 0]

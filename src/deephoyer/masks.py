@@ -215,7 +215,7 @@ def prune(
                 why = "all of it is under" if multiple == 1 else f"fewer than half of {multiple} groups reach"
                 raise Empties(
                     f"prune: {rule} would leave nothing of {name}: {why} its threshold {under}. "
-                    "Lower the threshold, or pass allow_empty=True."
+                    "Lower the threshold, or allow it: allow_empty=True, in a recipe prune.allow_empty=true."
                 )
     return Masks(masks, model).apply()
 

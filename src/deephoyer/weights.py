@@ -79,16 +79,17 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     So a mask made while training through torch.compile, DistributedDataParallel or activation
     checkpointing fits the module that was wrapped.
     """
-    for name, tensor in _unwrap(model).named_parameters(remove_duplicate=False):
+    for name, tensor in unwrap(model).named_parameters(remove_duplicate=False):
         yield _plain(name), tensor
 
 
 def _named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for name, module in _unwrap(model).named_modules(remove_duplicate=False):
+    for name, module in unwrap(model).named_modules(remove_duplicate=False):
         yield _plain(f"{name}.").removesuffix("."), module
 
 
-def _unwrap(model: nn.Module) -> nn.Module:
+def unwrap(model: nn.Module) -> nn.Module:
+    """The module inside `torch.compile` and the data-parallel wrappers."""
     while isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)) or hasattr(model, "_orig_mod"):
         model = model._orig_mod if hasattr(model, "_orig_mod") else model.module  # type: ignore[assignment]
     return model

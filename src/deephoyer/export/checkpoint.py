@@ -21,6 +21,7 @@ from deephoyer.export.tensors import pack, pack_mask, same_tensors, unpack, unpa
 from deephoyer.files import write_atomically
 from deephoyer.masks import Masks
 from deephoyer.structure.shape import check_joints, describe, reshape_
+from deephoyer.weights import unwrap
 
 Path = str | os.PathLike[str]
 
@@ -48,7 +49,8 @@ def save(
 
 
 def encode(model: nn.Module, masks: Mapping[str, Tensor], provenance: dict[str, Any]) -> bytes:
-    """The bytes that `save` writes."""
+    """The bytes that `save` writes; of a wrapped model those of the one inside."""
+    model = unwrap(model)
     state, same = same_tensors(model.state_dict())
     stored: dict[str, Tensor] = {}
     packed: dict[str, Packed] = {}
@@ -68,7 +70,7 @@ def encode(model: nn.Module, masks: Mapping[str, Tensor], provenance: dict[str, 
 def load(path: Path, model: nn.Module) -> nn.Module:
     """A copy of the freshly built `model`, shrunk to the shapes in the file and filled with its weights."""
     tensors, manifest = _read(path)
-    small = copy.deepcopy(model)
+    small = copy.deepcopy(unwrap(model))
     try:
         if manifest.structure is not None:
             reshape_(small, manifest.structure)
@@ -83,6 +85,7 @@ def load(path: Path, model: nn.Module) -> nn.Module:
 def load_masks(path: Path, model: nn.Module) -> Masks:
     """The masks that were saved with a network; `model` is the network that `load` gave."""
     tensors, manifest = _read(path)
+    model = unwrap(model)
     state = _state(path, model, tensors, manifest)
     masks = {name: unpack_mask(path, name, form, state[name], tensors) for name, form in manifest.masks.items()}
     return Masks(masks, model)

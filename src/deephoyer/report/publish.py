@@ -18,7 +18,7 @@ from deephoyer.report.record import WEIGHTS, Measured, Record, WeightsFile
 from deephoyer.report.timing import timings
 from deephoyer.train import checkpoint
 from deephoyer.train.folder import RunFolder
-from deephoyer.train.recipe import folder_name
+from deephoyer.train.recipe import full_name
 from deephoyer.train.result import FORMAT
 from deephoyer.train.schema import STAGES, Recipe
 
@@ -78,7 +78,7 @@ def name_of(run: str | Path, base: str | None = None) -> str:
     """The name that a run's record gets: its recipe and overrides, so that no run is published twice."""
     recipe = finished(RunFolder(run))[1]
     base, overrides = origin(recipe, base)
-    name = re.sub(r"[_*]+", "_", folder_name(base, overrides))
+    name = re.sub(r"[_*]+", "_", full_name(base, overrides))
     if len(name) <= 120:
         return name
     return f"{base},{hashlib.sha256(name.encode()).hexdigest()[:8]},seed={recipe.seed}"

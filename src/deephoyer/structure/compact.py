@@ -7,6 +7,7 @@ on the example inputs and on random ones each time.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,10 +19,11 @@ from deephoyer.inference import Examples
 from deephoyer.structure.channels import ChannelGraph
 from deephoyer.structure.coupled import Coupled, clean_copy
 from deephoyer.structure.cut import remove, spare_last, zero
-from deephoyer.structure.fold import Folded, fold
-from deephoyer.structure.joints import Constant, gather, replace
+from deephoyer.structure.fold import Folded, fold, shared_layers
+from deephoyer.structure.joints import Constant, around, gather, laid_out, merged, replace
 from deephoyer.structure.layers import CONV, LINEAR, NORM, WIRING, by_blocks, kind_of, nonzero, size
-from deephoyer.structure.verify import same
+from deephoyer.structure.verify import Differs, same
+from deephoyer.weights import unwrap
 
 JOINTS = ("none", "gather")
 
@@ -64,6 +66,7 @@ def compact(
 ) -> nn.Module:
     """A new module with the same outputs, physically without what is dead; the model stays as it is.
 
+    What is no tensor in the example inputs (a flag, a number) is taken as part of the network, as it is there.
     `groups` shares the graph of a `Coupled` made from this model. With `joints="gather"` each layer also
     loses the inputs and outputs that are dead in it alone, with index selection around it.
 
@@ -78,7 +81,26 @@ def compact(
     """
     if joints not in JOINTS:
         raise unknown("kind of joint", joints, JOINTS)
+    if groups is not None and not isinstance(groups, Coupled):
+        raise UserError(f"compact: groups is {groups!r}; it must be a `Coupled` made from this model, or left out.")
+    model = unwrap(model)
     graph = _graph(model, example_inputs, groups)
+    if joints == "gather":
+        return _compacted(model, example_inputs, graph, lambda small: [name for name in graph.order if name], True)
+    try:
+        return _compacted(model, example_inputs, graph, lambda small: _reads_input(small, graph), False)
+    except Differs:  # a forward of its own may ask a layer for what a joint doesn't have, its sizes or its weight
+        return _compacted(model, example_inputs, graph, lambda small: [], False)
+
+
+def _compacted(
+    model: nn.Module,
+    example_inputs: Examples,
+    graph: ChannelGraph,
+    jointed: Callable[[nn.Module], list[str]],
+    outputs: bool,
+) -> nn.Module:
+    """The smaller network; `jointed` names the layers that may get a joint, behind them too where `outputs` says so."""
     small = clean_copy(model)
     report = CompactReport(parameters_before=_count(model))
     found = fold(small, example_inputs)
@@ -89,7 +111,7 @@ def compact(
     report.folded, report.kept = found.folded, found.kept
     inner = [name for name in graph.order if name]  # a model that is one layer has no place for another
     _stand_still(small, inner, fold(small, example_inputs), report)
-    _add_joints(small, inner if joints == "gather" else _reads_input(graph), joints, report)
+    _add_joints(small, jointed(small), outputs, report)
     report.idle = [n for n, m in model.named_modules() if kind_of(m) in (LINEAR, CONV) and n not in graph.order]
     report.error = same(clean_copy(model), small, example_inputs, _alive(graph, dead, gone))
     report.parameters_after = _count(small)
@@ -146,12 +168,17 @@ def _sets(graph: ChannelGraph, gone: Tensor) -> list[SetReport]:
     ]
 
 
-def _reads_input(graph: ChannelGraph) -> list[str]:
-    """Layers that read the network's own inputs, which can't be removed but can be passed over."""
+def _reads_input(model: nn.Module, graph: ChannelGraph) -> list[str]:
+    """Layers that read the network's own inputs, which can't be removed but can be passed over; or have a joint."""
     return [
         name
         for (name, side), channels in graph.layers.items()
-        if name and side == "in" and all(graph.fixed.get(c) == "network input" for c in torch.unique(channels).tolist())
+        if name
+        and side == "in"
+        and (
+            around(model, name) is not None
+            or all(graph.fixed.get(c) == "network input" for c in torch.unique(channels).tolist())
+        )
     ]
 
 
@@ -167,22 +194,33 @@ def _stand_still(model: nn.Module, layers: list[str], found: Folded, report: Com
         else:
             continue
         trained = module.bias is not None and module.bias.requires_grad
-        replace(model, name, Constant(module, value, trained))
+        whole = name
+        if (outer := around(model, name)) is not None:
+            whole, joint = outer
+            value = laid_out(joint, value.detach(), 0) + (0 if joint.fill is None else joint.fill.detach())
+        replace(model, whole, Constant(module, value, trained))
         report.dropped.append(name)
 
 
-def _add_joints(model: nn.Module, layers: list[str], joints: str, report: CompactReport) -> None:
+def _add_joints(model: nn.Module, layers: list[str], outputs: bool, report: CompactReport) -> None:
+    shared = shared_layers(model)
     for name in layers:
+        if name in report.dropped or name in shared:
+            continue
         module = model.get_submodule(name)
         kind = kind_of(module)
         if kind is None or kind is WIRING:
             continue
         before = {side: size(module, kind, side) for side in kind.sides()}
-        joint = gather(module, outputs=joints == "gather")
+        outer = around(model, name)
+        joint = gather(module, outputs=outputs)
         if joint is not None:
             after = {side: size(module, kind, side) for side in before}
             report.joints[name] = {s: (after[s], before[s]) for s in before if after[s] != before[s]}
-            replace(model, name, joint)
+            if outer is None:
+                replace(model, name, joint)
+            else:
+                replace(model, outer[0], merged(outer[1], joint))
 
 
 def _alive(graph: ChannelGraph, dead: Tensor, gone: Tensor) -> dict[str, tuple[Tensor, Tensor]]:

@@ -23,7 +23,7 @@ from deephoyer.structure.inputs import one_sample
 from deephoyer.structure.layers import by_blocks, kind_of
 from deephoyer.structure.numbers import READINGS
 from deephoyer.structure.verify import Differs, same
-from deephoyer.weights import LAYERS, Weight
+from deephoyer.weights import LAYERS, Weight, unwrap
 
 
 class Coupled(Grouping):
@@ -37,8 +37,8 @@ class Coupled(Grouping):
     name = "coupled"
 
     def __init__(self, model: nn.Module, example_inputs: Examples):
-        self.model = model
-        self.graph = proven(model, example_inputs)
+        self.model = unwrap(model)
+        self.graph = proven(self.model, example_inputs)
         self._wired = self.graph.wired()
 
     @property
@@ -114,7 +114,7 @@ def proven(model: nn.Module, inputs: Examples) -> ChannelGraph:
 def _proven(model: nn.Module, inputs: Examples, reading: str) -> ChannelGraph:
     """The graph in one reading, less what a trial removal shows to be wrong."""
     graph = follow(clean_copy(model), inputs, reading)
-    for _ in range(20):
+    for _ in range(1 + len(graph.sets())):  # each time one set at least is given up
         free = [one for one in graph.sets() if one.reason is None]
         try:
             _try(model, graph, free, inputs)
@@ -140,11 +140,21 @@ def _try(model: nn.Module, graph: ChannelGraph, sets: list[ChannelSet], inputs: 
     dead = spare_last(graph, dead)
     if not dead.any():
         return
-    big = clean_copy(model)
+    big = _awake(clean_copy(model))
     zero(big, graph, dead)
     small = copy.deepcopy(big)
     remove(small, graph, dead)
     same(big, small, inputs)
+
+
+def _awake(model: nn.Module) -> nn.Module:
+    """Numbers for parameters that are nothing but zeros (a head before training): they would hide all before them."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point() and not parameter.any():
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return model
 
 
 def _give_up(model: nn.Module, graph: ChannelGraph, free: list[ChannelSet], inputs: Examples, why: Differs) -> None:

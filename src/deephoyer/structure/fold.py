@@ -1,10 +1,10 @@
 """Finds what no longer depends on the input, and folds it into the biases of the layers that read it.
 
-The proof is a forward pass with NaN for every input: NaN spreads to whatever depends on the input, and
-layers are made to spread it only through weights that aren't zero. What is not NaN is a constant, and
-its value is at hand. A second witness is asked too: the same channel must have been constant on real
-inputs. A constant before zero padding can't be folded exactly: of several that one layer reads, one
-is kept, and reported, which stands for the others.
+The proof is a forward pass with NaN for every input: NaN spreads to whatever depends on the input, also
+where arithmetic would lose it (`unknown.py`), and layers are made to spread it only through weights that
+aren't zero. What is not NaN is a constant, and its value is at hand. A second witness is asked too: the
+same channel must have been constant on real inputs. A constant before zero padding can't be folded
+exactly: of several that one layer reads, one is kept, and reported, which stands for the others.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from deephoyer.inference import Examples, call
 from deephoyer.structure.inputs import random_like, tensors_in
 from deephoyer.structure.layers import CONV, EMBEDDING, LINEAR, NORM, WIRING, Kind, channel_dim, clear, kind_of, nonzero
+from deephoyer.structure.unknown import Unknown
 
 LARGE = 1000.0
 """Gates that open beyond a bound (`torch.where(x > 4, …)`) swallow NaN, and ordinary inputs may leave them shut."""
@@ -46,18 +46,20 @@ def fold(model: nn.Module, inputs: Examples) -> Folded:
             with suppress(Exception):
                 witness.run(random_like(inputs, 5, scale=scale))
         if not all(t.is_floating_point() for t in tensors_in(inputs)):
-            # NaN can't stand for tokens and masks, so what depends on them must be seen to vary.
             with suppress(Exception):
                 witness.run(random_like(inputs, 4, bold=True))
-        shared = _shared(model)
+        shared = shared_layers(model)
+        unknown = Unknown(inputs)
         hooks = []
         for name, module in model.named_modules():
             kind = kind_of(module)
             if kind is not None:
                 seen = None if name in shared or witness.calls.get(name, 0) != 1 else witness.range.get(name)
-                hooks.append(module.register_forward_hook(_spread(name, kind, seen, result), with_kwargs=True))
+                spread = unknown.unseen(_spread(name, kind, seen, result))
+                hooks.append(module.register_forward_hook(spread, with_kwargs=True))
         try:
-            call(model, pytree.tree_map(_unknown, inputs))
+            with unknown:
+                call(model, unknown.inputs)
         except Exception:
             result.kept[""] = (0, "the network can't be run on NaN, so constants were folded only in part")
         finally:
@@ -66,20 +68,16 @@ def fold(model: nn.Module, inputs: Examples) -> Folded:
     return result
 
 
-def _unknown(leaf: Any) -> Any:
-    return torch.full_like(leaf, float("nan")) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
-
-
-def _shared(model: nn.Module) -> set[str]:
-    """Layers whose weight another layer has too: what is folded into one would be lost in the other."""
+def shared_layers(model: nn.Module) -> set[str]:
+    """Layers of which another one has a parameter too: what is done to one would be lost in the other, or undone."""
     owner: dict[int, str] = {}
     shared: set[str] = set()
     for name, module in model.named_modules():
-        weight = getattr(module, "weight", None)
-        if kind_of(module) is not None and weight is not None:
-            first = owner.setdefault(id(weight), name)
-            if first != name:
-                shared |= {first, name}
+        if kind_of(module) is not None:
+            for parameter in module.parameters(recurse=False):
+                first = owner.setdefault(id(parameter), name)
+                if first != name:
+                    shared |= {first, name}
     return shared
 
 
@@ -134,7 +132,7 @@ def _spread(name: str, kind: Kind, seen: tuple[Tensor, Tensor] | None, result: F
         if kind is EMBEDDING:
             return torch.full_like(output, float("nan"))
         if kind is NORM:
-            return _through_norm(name, module, x, output, result)
+            return _through_norm(name, module, x, output, seen, result)
         rows = _rows(x, channel_dim(module, kind))
         varied = rows.isnan().any(1)
         if seen is not None:
@@ -142,17 +140,25 @@ def _spread(name: str, kind: Kind, seen: tuple[Tensor, Tensor] | None, result: F
         if kind is WIRING:
             return module.forward(x)
         clean = module.forward(torch.where(x.isnan(), torch.zeros_like(x), x))
+        if 1 in clean.shape[channel_dim(module, kind) + 1 :] and not _exact(module, kind):
+            # With one place there are no borders to see, which larger inputs have.
+            varied = varied | (rows[:, 0] != 0)
         return _mark(module, kind, clean, varied)
 
     return hook
 
 
-def _through_norm(name: str, module: Any, x: Tensor, output: Tensor, result: Folded) -> Tensor:
+def _through_norm(
+    name: str, module: Any, x: Tensor, output: Tensor, seen: tuple[Tensor, Tensor] | None, result: Folded
+) -> Tensor:
     if module.weight is not None and module.bias is not None:
         shape = [1, -1] + [1] * (x.dim() - 2)
         output = torch.where((module.weight == 0).view(shape), module.bias.view(shape).to(output.dtype), output)
     rows = _rows(output, 1)
-    if bool(_close(rows, rows[:, :1]).all()):
+    steady = torch.zeros(len(rows), dtype=torch.bool) if seen is None else _close(*seen).cpu()
+    if module.weight is not None:
+        steady |= (module.weight == 0).cpu()
+    if bool(steady.all()) and bool(_close(rows, rows[:, :1]).all()):
         result.still[name] = rows[:, 0].clone()
     return output
 

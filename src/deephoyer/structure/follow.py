@@ -41,6 +41,11 @@ def follow(model: nn.Module, inputs: Examples, reading: str = "larger") -> Chann
         except Exception as why:
             where = follower.where()
             raise CannotFollow(f"the model can't be run on the example inputs: {where} fails: {why}") from why
+    if not tensors_in(outputs):
+        raise CannotFollow(
+            f"the model gives a {type(outputs).__name__} in which no tensor was found, so nothing could be compared; "
+            "outputs may be tensors in tuples, lists, dicts and data classes."
+        )
     follower.n.fix(tensors_in(outputs), "network output")
     return follower.graph()
 
@@ -144,7 +149,11 @@ class Follower(TorchDispatchMode):
                 self.n.joined.join(half, half[:1].expand(half.shape))
 
     def _tie_shared(self, name: str, module: nn.Module, kind: Kind) -> None:
-        """Layers that share a weight lose the same channels; layers of different kinds lose none."""
+        """Layers that share a weight lose the same channels, a bias the same outputs; of different kinds, none."""
+        bias = getattr(module, "bias", None)
+        like = self._owner_of.setdefault(id(bias), name) if bias is not None else name
+        if like != name:
+            self.n.joined.join(self.layers[name, "out"], self.layers[like, "out"])
         weight = getattr(module, "weight", None)
         other = self._owner_of.setdefault(id(weight), name) if weight is not None else name
         if other == name:

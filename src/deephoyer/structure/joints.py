@@ -149,6 +149,39 @@ def gather(layer: nn.Module, inputs: bool = True, outputs: bool = True) -> Gathe
     return Gather(layer, keep.get("in"), write, fill, width)
 
 
+def around(model: nn.Module, name: str) -> tuple[str, Gather] | None:
+    """The joint that a layer is inside of, from an earlier compaction."""
+    parent, _, last = name.rpartition(".")
+    joint = model.get_submodule(parent)
+    return (parent, joint) if last == "layer" and isinstance(joint, Gather) else None
+
+
+def merged(outer: Gather, inner: Gather) -> Gather:
+    """One joint for two, the inner of which stands where the outer has its layer."""
+    read = inner.read if outer.read is None else outer.read
+    if outer.read is not None and inner.read is not None:
+        read = outer.read[inner.read]
+    if outer.write is None or inner.write is None:
+        one = inner if outer.write is None else outer
+        return Gather(inner.layer, read, one.write, _values(one.fill), outer.width)
+    write = laid_out(outer, inner.write, len(inner.layer.weight))
+    fill = torch.zeros(len(write), dtype=inner.layer.weight.dtype, device=write.device)
+    for part in (outer.fill, None if inner.fill is None else laid_out(outer, inner.fill.detach(), 0)):
+        fill += 0 if part is None else part.detach()
+    return Gather(inner.layer, read, write, fill if bool(fill.any()) else None, outer.width)
+
+
+def laid_out(joint: Gather, values: Tensor, missing: float) -> Tensor:
+    """Values of the layer's outputs, one for each channel that the joint gives; `missing` where it has none."""
+    if joint.write is None:
+        return values
+    return torch.cat([values, values.new_full((1,), missing)])[joint.write]
+
+
+def _values(fill: nn.Parameter | None) -> Tensor | None:
+    return None if fill is None else fill.detach()
+
+
 def _fullest(live: Tensor, groups: int) -> Tensor:
     """Groups of a convolution stay equally wide: each keeps as many channels as the fullest needs."""
     rows = live.view(groups, -1)

@@ -187,6 +187,7 @@ def put(module: nn.Module, name: str, new: Tensor, renewed: Renewed) -> None:
         setattr(module, name, parameter)
     else:
         setattr(module, name, new)
+        module._non_persistent_buffers_set.discard(name)  # a fresh model would give its own, of the old shape
 
 
 def _groups_left(module: Any, keep: dict[str, Tensor]) -> int:

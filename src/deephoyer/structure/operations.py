@@ -171,10 +171,14 @@ def pads(n: Numbers, op: Operation) -> None:
 def pointwise(n: Numbers, op: Operation) -> None:
     target = op.outs[0]
     numbers = torch.zeros(target.shape, dtype=torch.long)
+    meeting = [n.of(tensor) for tensor in op.given]
     others = []
-    for tensor in op.given:
-        its = n.of(tensor)
-        if not its.any() or (its.numel() == 1 and target.numel() > 1):
+    for tensor, its in zip(op.given, meeting, strict=True):
+        if not its.any():
+            others.append(tensor)
+            continue
+        if any(_spreads_over(n, its, them) for them in meeting):
+            n.joined.fix(its, f"{op.where} lets every channel of another tensor read it")
             others.append(tensor)
             continue
         its = its.expand(target.shape)
@@ -186,6 +190,11 @@ def pointwise(n: Numbers, op: Operation) -> None:
     for tensor in op.outs:
         if tensor.shape == target.shape:
             n.set(tensor, numbers)
+
+
+def _spreads_over(n: Numbers, its: Tensor, them: Tensor) -> bool:
+    """Whether one place of a tensor meets several channels of another: a gate of width 1, an outer product."""
+    return any(n.varies(them, -d) and (d > its.dim() or its.shape[-d] == 1) for d in range(1, them.dim() + 1))
 
 
 def _sizes_agree(n: Numbers, op: Operation, numbers: Tensor, others: list[Tensor]) -> None:

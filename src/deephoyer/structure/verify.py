@@ -98,21 +98,29 @@ def _full_precision() -> Iterator[None]:
 
 def _run(model: nn.Module, inputs: Examples) -> Any:
     """Runs a model that may have been cut wrongly: an exception says in which module."""
+    try:
+        return call(model, inputs)  # as it will be used: hooks keep torch from its fast ways through some layers
+    except UserError:
+        raise
+    except Exception as why:
+        name = _where_it_fails(model, inputs)
+        raise Differs(f"the smaller network fails in {name or 'its own forward'}: {why}", name) from why
+
+
+def _where_it_fails(model: nn.Module, inputs: Examples) -> str:
     stack: list[str] = []
     hooks = []
     for name, module in model.named_modules():
         hooks.append(module.register_forward_pre_hook(lambda m, a, name=name: stack.append(name)))
         hooks.append(module.register_forward_hook(lambda m, a, y: stack.__delitem__(-1)))
     try:
-        return call(model, inputs)
-    except UserError:
-        raise
-    except Exception as why:
-        name = stack[-1] if stack else ""
-        raise Differs(f"the smaller network fails in {name or 'its own forward'}: {why}", name) from why
+        call(model, inputs)
+    except Exception:
+        return stack[-1] if stack else ""
     finally:
         for hook in hooks:
             hook.remove()
+    return ""
 
 
 def first_difference(big: nn.Module, small: nn.Module, inputs: Examples, matter: Matter) -> str:

@@ -40,7 +40,11 @@ def kept(name: str, positions: int, asked: Iterator[Tensor], say: Callable[[str]
     Of several processes that want the same, one asks and the others wait for it. Answers that can't be
     written are used all the same.
     """
-    path = folder_at(kept_in("teachers")) / f"{name}.safetensors"
+    try:
+        path = folder_at(kept_in("teachers")) / f"{name}.safetensors"
+    except UserError as why:
+        say(f"{why} The answers are not kept.")
+        return _gathered(positions, asked, say)
     found = _read(path, say)
     if found is not None:
         return found

@@ -57,7 +57,7 @@ class Teachers:
         self.table: Tensor | None = None
         self.compiled = Compiled(())
         if keep:
-            say(f"reads what {who} said of every image in {len(positions)} positions, or asks; on a CPU for hours")
+            say(f"reads what {who} said of every image in {len(positions)} positions, or asks in as many passes")
             self.table = self._table_on_disk(data, positions, flips, compiled, say)
         elif len(positions) > most_passes:
             say(f"asks {who} about each batch")

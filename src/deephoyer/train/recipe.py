@@ -5,6 +5,7 @@ What may stand in one is in `schema.py`.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -33,6 +34,7 @@ _Loader.add_implicit_resolver(
 )
 
 FOLDER = Path(__file__).parents[1] / "recipes"
+LONGEST_NAME = 200  # file systems end names at 255 bytes, and `.lock` or a number may follow
 
 
 def names() -> list[str]:
@@ -54,11 +56,20 @@ def text_of(name: str) -> str:
 
 
 def folder_name(name: str, overrides: Iterable[str]) -> str:
-    """A folder for the runs of a recipe: other overrides, another folder.
+    """A folder for the runs of a recipe: other overrides, another folder; a digest where that gets too long.
 
     >>> folder_name("demo", ["seed=1"])
     'demo,seed=1'
     """
+    whole = full_name(name, overrides)
+    if len(whole.encode()) <= LONGEST_NAME:
+        return whole
+    seed = [change for change in overrides if re.fullmatch(r"seed=\d+", change)]
+    return full_name(name, [hashlib.sha256(whole.encode()).hexdigest()[:8], *seed])
+
+
+def full_name(name: str, overrides: Iterable[str]) -> str:
+    """A recipe and its overrides as one word, however long."""
     parts = [Path(name).stem, *sorted(overrides)]
     return ",".join(re.sub(r"[^\w.=+*-]", "_", part) for part in parts)
 

@@ -105,6 +105,7 @@ class Run:
         self.model = self.fresh_model()
         if self.recipe.channels_last:
             self.model = self.model.to(memory_format=torch.channels_last)
+        self._try_one_image()
         count = len(self.data.train_x)
         everything = torch.arange(count)
         if self.recipe.select == "held-out":
@@ -115,6 +116,17 @@ class Run:
         self.pool = everything[held:].sort().values  # on the CPU, where epochs are drawn
         if len(self.pool) < 1:
             raise UserError(f"held_out: {self.recipe.held_out} of {count} images leaves none to train on.")
+
+    def _try_one_image(self) -> None:
+        """A model that can't read the data is a mistake in the recipe."""
+        image = self.data.floats(self.data.train_x[:1])
+        try:
+            with torch.no_grad():
+                self.model.eval()(image)
+        except RuntimeError as why:
+            seen = "×".join(map(str, image.shape[1:]))
+            raise UserError(f"model: {self.recipe.model} can't read images of {seen}: {why}.") from None
+        self.model.train()
 
     def _restore(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         parts: dict[str, dict[str, Tensor]] = {"model": {}, "best": {}, "masks": {}, "optimizer": {}}
@@ -250,8 +262,8 @@ class Run:
         state = self.state
         if not math.isfinite(loss):
             raise UserError(
-                f"{state.stage}: the loss is {loss} in epoch {state.epoch}; the last good checkpoint is in "
-                f"{self.folder.checkpoints}. A lower lr or strength may help."
+                f"{state.stage}: the loss is {loss} in epoch {state.epoch}. A lower lr or strength may help; "
+                f"good checkpoints, if it came to any, are in {self.folder.checkpoints}."
             )
         if accuracy > state.best and state.stage != "regularize":
             state.best, state.best_epoch = accuracy, state.epoch

@@ -1,0 +1,333 @@
+"""Networks that real code has and textbooks don't: what `compact` gives computes the same, or it says why not."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import deephoyer as dh
+from deephoyer.export import load_masks
+from deephoyer.structure.fold import fold
+from deephoyer.structure.joints import Constant, Gather
+
+
+class Net(nn.Module):
+    """Layers by name, and what is done with them."""
+
+    def __init__(self, forward, **layers):
+        super().__init__()
+        self.way = forward
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+
+    def forward(self, *inputs):
+        return self.way(self, *inputs)
+
+
+def largest_gap(a: Tensor, b: Tensor) -> float:
+    return float(((a - b).abs().max() / a.abs().max()).detach())
+
+
+def linears(**sizes):
+    return {name: nn.Linear(*size).double() for name, size in sizes.items()}
+
+
+def numbers(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+# Channels that meet.
+
+
+def test_a_gate_of_width_one_is_read_by_all_and_stays():
+    def forward(net, x):
+        h = F.relu(net.a(x))
+        return net.o(h * torch.sigmoid(net.gate(h)))
+
+    net, x = Net(forward, **linears(a=(8, 16), gate=(16, 1), o=(16, 3))), numbers(4, 8)
+    net.gate.weight.data *= 1e-6
+    groups = dh.Coupled(net, x)
+    assert [len(s.channels) for s in groups.sets if s.reason is None] == [16]
+    assert "every channel of another tensor" in next(s.reason for s in groups.sets if s.name == "gate")
+    dh.prune(net, dh.Density(0.5), groups)
+    small = dh.compact(net, x)
+    assert small.gate.in_features == 8 and largest_gap(net(1e5 * x), small(1e5 * x)) < 1e-9
+
+
+def test_a_map_of_one_channel_does_not_tie_the_channels_it_is_laid_over():
+    def forward(net, x):
+        h = F.relu(net.a(x))
+        return net.o(h * torch.sigmoid(net.psi(h)))
+
+    layers = {"a": nn.Conv2d(3, 16, 3), "psi": nn.Conv2d(16, 1, 1), "o": nn.Conv2d(16, 2, 1)}
+    net, x = Net(forward, **layers).double(), numbers(2, 3, 8, 8)
+    masks = dh.prune(net, dh.Density(0.5), dh.Coupled(net, x))
+    assert masks.density == pytest.approx(0.5, abs=0.01)
+    small = dh.compact(net, x)
+    assert small.a.out_channels == 8 and largest_gap(net(x), small(x)) < 1e-12
+
+
+def test_an_outer_product_keeps_the_channels_of_both():
+    net = Net(
+        lambda net, x: net.o((net.a(x)[:, :, None] * net.b(x)[:, None, :]).flatten(1)),
+        **linears(a=(8, 4), b=(8, 6), o=(24, 2)),
+    )
+    assert all(s.reason for s in dh.Coupled(net, numbers(4, 8)).sets)
+
+
+def test_layers_that_share_a_bias_lose_the_same_outputs():
+    net, x = (
+        Net(lambda net, x: net.c(F.relu(net.b(F.relu(net.a(x))))), **linears(a=(8, 8), b=(8, 8), c=(8, 4))),
+        numbers(4, 8),
+    )
+    net.b.bias = net.a.bias
+    net.a.weight.data[:3], net.a.bias.data[:3] = 0, 1
+    assert largest_gap(net(x), dh.compact(net, x)(x)) < 1e-12
+    dh.prune(net, dh.Density(0.5), dh.Coupled(net, x))
+    small = dh.compact(net, x)
+    assert small.a.bias is small.b.bias and small.a.out_features == 4 and largest_gap(net(x), small(x)) < 1e-12
+
+
+def test_a_head_of_zeros_does_not_hide_that_a_width_is_written_into_the_network():
+    def forward(net, x):
+        h = F.relu(net.a(x))
+        return net.o(F.relu(net.b(h) / h.shape[-1] ** 0.5))
+
+    net, x = Net(forward, **linears(a=(8, 16), b=(16, 16), o=(16, 3))), numbers(4, 8)
+    nn.init.zeros_(net.o.weight)
+    before = {s.name: s.reason for s in dh.Coupled(net, x).sets}
+    nn.init.normal_(net.o.weight)
+    assert before == {s.name: s.reason for s in dh.Coupled(net, x).sets} and before["a"] is not None
+    assert net.o.weight.any() and dh.compact(net, x)
+
+
+def test_any_number_of_blocks_may_have_a_size_written_into_them():
+    def block():
+        return Net(lambda net, x: x + net.b(F.relu(net.a(x)).view(-1, 12)), **linears(a=(8, 12), b=(12, 8)))
+
+    net = nn.Sequential(*[block() for _ in range(24)])
+    assert len([s for s in dh.Coupled(net, numbers(2, 8)).sets if s.reason]) >= 24
+
+
+def test_outputs_in_which_no_tensor_is_found_are_refused():
+    class Answer:
+        def __init__(self, logits):
+            self.logits = logits
+
+    net = Net(lambda net, x: Answer(net.a(x)), **linears(a=(8, 4)))
+    with pytest.raises(dh.UserError, match="Answer in which no tensor"):
+        dh.compact(net, numbers(2, 8))
+
+
+# What only looks constant.
+
+
+@pytest.mark.parametrize("examples", [torch.zeros(2, 7, dtype=torch.long), torch.full((2, 7), 3)])
+def test_whole_numbers_that_do_not_vary_make_no_constant(examples):
+    net = Net(
+        lambda net, ids: net.b(F.relu(net.a(net.bag(ids)))),
+        bag=nn.EmbeddingBag(50, 16).double(),
+        **linears(a=(16, 32), b=(32, 5)),
+    )
+    small = dh.compact(net, examples)
+    others = torch.randint(0, 50, (2, 7), generator=torch.Generator().manual_seed(0))
+    assert largest_gap(net(others), small(others)) < 1e-12
+
+
+def test_images_in_bytes_may_be_black_examples():
+    net = Net(
+        lambda net, x: net.o(F.relu(net.bn(net.a(x / 255))).flatten(1)),
+        a=nn.Conv2d(3, 8, 3),
+        bn=nn.BatchNorm2d(8),
+        o=nn.Linear(288, 5),
+    ).eval()
+    small = dh.compact(net, torch.zeros(2, 3, 8, 8, dtype=torch.uint8))
+    x = torch.randint(0, 256, (2, 3, 8, 8), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    assert not any(isinstance(m, Constant) for m in small.modules()) and largest_gap(net(x), small(x)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "act", [lambda x: (x > 0).to(x.dtype), torch.sign, lambda x: torch.where(x > 1, 1.0, 0.0), torch.nan_to_num]
+)
+def test_what_makes_a_number_of_nan_makes_no_constant(act):
+    layers = {"a": nn.Conv2d(3, 8, 3), "b": nn.Conv2d(8, 8, 3), "bn": nn.BatchNorm2d(8), "o": nn.Conv2d(8, 2, 1)}
+    net = Net(lambda net, x: net.o(F.relu(net.bn(net.b(act(net.a(x)))))), **layers).eval()
+    x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    assert fold(net, x).still == {}
+    assert largest_gap(net(x), dh.compact(net, x)(x)) < 1e-4
+
+
+def test_a_choice_between_known_numbers_is_still_a_constant():
+    def forward(net, x):
+        constant = net.a(x) * 0 + 1
+        return net.o(torch.where(torch.tensor([True] * 8), net.b(x), constant))
+
+    net, x = Net(forward, **linears(a=(8, 8), b=(8, 8), o=(8, 2))), numbers(4, 8)
+    net.b.weight.data[:3] = 0
+    net.b.bias.data[:3] = 2
+    small = dh.compact(net, x)
+    assert small.compact_report.folded == {"o": 3} and largest_gap(net(x), small(x)) < 1e-12
+
+
+@pytest.mark.parametrize("bias", [1e-5, 5e-4, 1.0])
+def test_fused_attention_over_constant_values(bias):
+    def forward(net, x):
+        return net.o(F.scaled_dot_product_attention(net.q(x), net.k(x), net.v(x)))
+
+    torch.manual_seed(0)
+    net, x = Net(forward, **linears(q=(8, 8), k=(8, 8), v=(8, 8), o=(8, 8))).float(), torch.randn(2, 5, 8)
+    net.v.weight.data[:4], net.v.bias.data[:4] = 0, bias
+    assert dh.compact(net, x).compact_report.error < 1e-6
+
+
+def test_a_map_of_one_place_shows_no_borders_but_larger_inputs_have_them():
+    torch.manual_seed(0)
+    net = (
+        nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4))
+        .double()
+        .eval()
+    )
+    net[0].weight.data.zero_()
+    small = dh.compact(net, numbers(2, 3, 1, 1))
+    x = numbers(2, 3, 8, 8)
+    assert largest_gap(net(x), small(x)) < 1e-12
+
+
+# Joints.
+
+
+def twice(net, x, joints=("gather", "gather")):
+    for i, how in enumerate(joints):
+        dh.prune(net, dh.Density(0.6 - 0.1 * i), "filters+channels")
+        net = dh.compact(net, x, joints=how)
+    return net
+
+
+@pytest.mark.parametrize("joints", [("gather", "gather"), ("gather", "none"), ("none", "gather"), ("none", "none")])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_compacted_network_is_pruned_compacted_and_stored_again(tmp_path, joints, seed):
+    def fresh():
+        torch.manual_seed(seed)
+        return nn.Sequential(
+            nn.Conv2d(3, 8, 3),
+            nn.ReLU(),
+            nn.Conv2d(8, 8, 3),
+            nn.Flatten(),
+            nn.Linear(128, 16),
+            nn.ReLU(),
+            nn.Linear(16, 4),
+        ).double()
+
+    x = numbers(4, 3, 8, 8)
+    small = twice(fresh(), x, joints)
+    assert not any(isinstance(m, Gather) and not hasattr(m.layer, "weight") for m in small.modules())
+    dh.save(small, tmp_path / "small.safetensors")
+    assert torch.equal(small(x), dh.load(tmp_path / "small.safetensors", model=fresh())(x))
+
+
+def test_two_joints_become_one_that_reads_and_writes_the_same():
+    torch.manual_seed(0)
+    net, x = (
+        nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)).double(),
+        numbers(4, 16),
+    )
+    dh.prune(net, dh.Density(0.6), "filters+channels")
+    first = dh.compact(net, x, joints="gather")
+    dh.prune(first, dh.Density(0.5), "filters+channels")
+    second = dh.compact(first, x, joints="gather")
+    assert largest_gap(first(x), second(x)) < 1e-12
+    assert sum(p.numel() for p in second.parameters()) < sum(p.numel() for p in first.parameters())
+
+
+def test_a_layer_in_a_joint_that_has_nothing_left_stands_still_in_its_place(tmp_path):
+    def fresh():
+        torch.manual_seed(0)
+        return Net(lambda net, x: net.o(x + net.b(x)), **linears(b=(16, 16), o=(16, 4)))
+
+    net, x = fresh(), numbers(4, 16)
+    net.b.weight.data[::3] = 0
+    net.b.weight.data[:, ::3] = 0
+    first = dh.compact(net, x, joints="gather")
+    assert isinstance(first.b, Gather) and first.b.fill is not None
+    first.b.layer.weight.data.zero_()
+    second = dh.compact(first, x, joints="gather")
+    assert isinstance(second.b, Constant)
+    dh.save(second, tmp_path / "a.safetensors")
+    assert largest_gap(first(x), dh.load(tmp_path / "a.safetensors", model=fresh())(x)) < 1e-12
+
+
+def test_layers_that_share_a_weight_get_no_joints(tmp_path):
+    def fresh():
+        torch.manual_seed(0)
+        net = Net(
+            lambda net, x, y: net.o(torch.cat([net.a(x), net.b(y)], 1).relu()), **linears(a=(8, 6), b=(8, 6), o=(12, 2))
+        )
+        net.b.weight = net.a.weight
+        return net
+
+    net, x = fresh(), (numbers(4, 8), numbers(4, 8, seed=1))
+    net.a.weight.data[:, :3] = 0
+    small = dh.compact(net, x)
+    assert small.a.weight is small.b.weight
+    assert small.compact_report.parameters_after <= small.compact_report.parameters_before
+    dh.save(small, tmp_path / "b.safetensors")
+    assert torch.equal(small(*x), dh.load(tmp_path / "b.safetensors", model=fresh())(*x))
+
+
+def test_a_forward_that_asks_a_layer_for_its_size_gets_no_joint_there():
+    net, x = (
+        Net(lambda net, x: net.b(F.relu(net.a(x.view(-1, net.a.in_features)))), **linears(a=(64, 16), b=(16, 4))),
+        numbers(2, 1, 8, 8),
+    )
+    net.a.weight.data[:, :8] = 0
+    net.a.weight.data[:4], net.a.bias.data[:4] = 0, 0
+    small = dh.compact(net, x)
+    assert small.a.in_features == 64 and small.a.out_features == 12 and largest_gap(net(x), small(x)) < 1e-12
+
+
+def test_a_network_that_would_fail_on_torchs_fast_path_is_refused():
+    net, x = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval(), torch.randn(2, 5, 16)
+    net.linear1.weight.data[:, :4] = 0
+    with pytest.raises(dh.UserError, match="fails in"):
+        dh.compact(net, x, joints="gather")
+    with torch.no_grad():
+        assert largest_gap(net(x), dh.compact(net, x)(x)) < 1e-4
+
+
+# Wrapped, and in files.
+
+
+def test_a_buffer_outside_the_state_dict_is_cut_and_stored(tmp_path):
+    def fresh():
+        torch.manual_seed(0)
+        net = Net(
+            lambda net, x: net.b(F.relu(net.a(x)) * net.scale), a=nn.Conv2d(3, 8, 3), b=nn.Conv2d(8, 4, 3)
+        ).double()
+        net.register_buffer("scale", torch.arange(1.0, 9).double().view(1, 8, 1, 1), persistent=False)
+        return net
+
+    net, x = fresh(), numbers(2, 3, 8, 8)
+    net.a.weight.data[0::2], net.a.bias.data[0::2] = 0, 0
+    small = dh.compact(net, x)
+    dh.save(small, tmp_path / "c.safetensors")
+    loaded = dh.load(tmp_path / "c.safetensors", model=fresh())
+    assert loaded.scale.flatten().tolist() == [2, 4, 6, 8] and torch.equal(small(x), loaded(x))
+    assert "scale" not in net.state_dict()
+
+
+@pytest.mark.parametrize("wrap", [nn.DataParallel, lambda net: torch.compile(net, backend="eager")])
+def test_a_wrapped_network_is_grouped_compacted_and_stored_like_the_one_inside(wrap, tmp_path):
+    def fresh():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+
+    net, x = fresh(), torch.randn(4, 8)
+    wrapped = wrap(net)
+    masks = dh.prune(wrapped, dh.Density(0.5), dh.Coupled(wrapped, x))
+    dh.save(wrapped, tmp_path / "whole.safetensors", masks=masks)
+    assert torch.equal(dh.load(tmp_path / "whole.safetensors", model=wrap(fresh()))(x), net(x))
+    assert load_masks(tmp_path / "whole.safetensors", model=net).density == masks.density
+    small = dh.compact(wrapped, x, groups=dh.Coupled(wrapped, x))
+    assert type(small) is nn.Sequential and small[0].out_features == 4
+    with pytest.raises(dh.UserError, match="must be a `Coupled`"):
+        dh.compact(net, x, groups="coupled")
