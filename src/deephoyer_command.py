@@ -11,6 +11,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 def main() -> None:
     """Runs the command line."""
-    from deephoyer.cli import main as run
-
+    try:
+        from deephoyer.cli import main as run
+    except KeyboardInterrupt:  # torch takes seconds to load
+        raise SystemExit(130) from None
     run()

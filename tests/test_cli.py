@@ -31,6 +31,13 @@ def test_run_makes_a_folder_that_show_reads_again(command, tmp_path):
     assert status == 0 and again.strip().splitlines()[-5:] == out.strip().splitlines()[-5:]
 
 
+def test_a_summary_that_is_not_ours_is_told_in_a_line(command, tmp_path):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "summary.json").write_text("{}")
+    status, _, said = command("show", "other")
+    assert status == 2 and "not one that this deephoyer wrote" in said
+
+
 def test_the_same_command_on_a_finished_run_shows_it_again(command, tmp_path):
     command("run", "demo", *QUICK)
     before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*.safetensors")}

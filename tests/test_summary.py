@@ -170,6 +170,11 @@ def test_example_inputs_of_the_wrong_kind_are_refused():
         summary(nn.Linear(2, 2), "picture", latency=False)  # type: ignore[arg-type]
 
 
+def test_examples_that_the_model_can_not_read_are_told_in_a_line():
+    with pytest.raises(UserError, match="can't be run on the example inputs"):
+        summary(nn.Linear(3, 2), torch.zeros(4, 5), latency=False)
+
+
 def test_inputs_may_be_several_or_named():
     class Two(nn.Module):
         def __init__(self):

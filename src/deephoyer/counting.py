@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from deephoyer.errors import UserError
 from deephoyer.inference import Examples, at_rest, batch_of, call
 from deephoyer.packing import packed_size, pattern_size
 from deephoyer.structure.indices import as_pattern
@@ -159,9 +160,14 @@ def _places(model: nn.Module, examples: Examples) -> dict[nn.Module, int]:
             times = output.numel() // max(1, int(width))  # type: ignore[arg-type]
         used[layer] = used.get(layer, 0) + times
 
-    with _watching(model, note), at_rest(model):
-        call(model, examples)
     batch = batch_of(examples)
+    with _watching(model, note), at_rest(model):
+        try:
+            call(model, examples)
+        except UserError:
+            raise
+        except Exception as why:
+            raise UserError(f"the model can't be run on the example inputs: {why}") from why
     return {layer: times // batch for layer, times in used.items()}
 
 

@@ -96,6 +96,8 @@ PROTOCOLS = {
 
 def tables(record: dict[str, Any], width: int) -> list[Table | str]:
     """The record as a person reads it."""
+    if not isinstance(record, dict) or record.get("format") != FORMAT:
+        raise UserError("summary.json is not one that this deephoyer wrote.")
     made: list[Table | str] = [Summary.from_json(record["sparse"]).table(width), _accuracies(record)]
     if "not_tidied" in record:
         made.append(f"idle weights were left in: {record['not_tidied']}")
