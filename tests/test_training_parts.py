@@ -131,12 +131,12 @@ def test_a_sweep_runs_every_member_and_one_that_fails_leaves_the_others_alone(tm
     assert json.loads((good.folder / "summary.json").read_text()) == again[0].result()
 
 
-def test_a_stacked_sweep_goes_on_past_a_network_that_cannot_be_stacked_and_is_not_done_twice(tmp_path):
+def test_a_stacked_sweep_goes_on_past_a_network_that_cannot_be_trained_and_is_not_done_twice(tmp_path):
     said: list[str] = []
     team = sweep.members("demo", QUICK, ["model=resnet-20,lenet-300-100"], tmp_path)
     sweep.run_stacked("demo", QUICK, team, said.append)
     bad, good = team
-    assert bad.status == 1 and "BatchNorm2d" in bad.line() and any("BatchNorm2d" in text for text in said)
+    assert bad.status == 1 and "can't read images" in bad.line()
     assert good.status == 0 and good.result()["accuracy"]["finetuned"] > 0
     before = (good.folder / "summary.json").stat().st_mtime_ns
     again = sweep.members("demo", QUICK, ["model=lenet-300-100"], tmp_path)
