@@ -194,7 +194,7 @@ def pointwise(n: Numbers, op: Operation) -> None:
 
 def _spreads_over(n: Numbers, its: Tensor, them: Tensor) -> bool:
     """Whether one place of a tensor meets several channels of another: a gate of width 1, an outer product."""
-    return any(n.varies(them, -d) and (d > its.dim() or its.shape[-d] == 1) for d in range(1, them.dim() + 1))
+    return any((d > its.dim() or its.shape[-d] == 1) and n.varies(them, -d) for d in range(1, them.dim() + 1))
 
 
 def _sizes_agree(n: Numbers, op: Operation, numbers: Tensor, others: list[Tensor]) -> None:
