@@ -61,6 +61,7 @@ def folder_name(name: str, overrides: Iterable[str]) -> str:
     >>> folder_name("demo", ["seed=1"])
     'demo,seed=1'
     """
+    overrides = list(overrides)
     whole = full_name(name, overrides)
     if len(whole.encode()) <= LONGEST_NAME:
         return whole
