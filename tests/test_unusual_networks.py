@@ -119,6 +119,13 @@ def test_outputs_in_which_no_tensor_is_found_are_refused():
         dh.compact(net, numbers(2, 8))
 
 
+def test_a_network_of_nan_is_refused():
+    net = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2))
+    net[0].weight.data.fill_(float("nan"))
+    with pytest.raises(dh.UserError, match="nothing but NaN"):
+        dh.compact(net, torch.randn(3, 8))
+
+
 # What only looks constant.
 
 
