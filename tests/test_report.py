@@ -11,7 +11,6 @@ import torch
 from deephoyer import UserError, models, summary
 from deephoyer.export import load, save
 from deephoyer.report import figures, publish, record, rows, verify
-from deephoyer.report.figures.descent import walk
 from deephoyer.report.measure import build
 from deephoyer.report.origin import origin, settings
 from deephoyer.report.page import page
@@ -375,30 +374,11 @@ def test_verifying_without_the_images_fails_and_says_how_to_fetch_them(command, 
 # Figures
 
 
-def test_figures_are_the_same_bytes_each_time(tmp_path):
-    for place in ("a", "b"):
-        figures.save(figures.descent(), tmp_path / place, "descent")
-    for ending in ("svg", "png"):
-        first, again = ((tmp_path / place / f"descent.{ending}").read_bytes() for place in ("a", "b"))
-        assert first == again
-
-
-def test_the_descent_path_leaves_one_element_and_never_climbs():
-    path = walk(torch.randn(20, generator=torch.Generator().manual_seed(4), dtype=torch.float64))
-    value = path.abs().sum(1) ** 2 / path.square().sum(1)
-    assert (value.diff() <= 1e-9).all() and value[-1] == pytest.approx(1)
-
-
 def test_every_figure_is_drawn_by_its_command(command, runs, published, tmp_path):
     for words in (["contours"], ["histograms", runs / "group-hs"], ["front", "--results", published]):
         assert command("figure", *words, "--out", "drawn")[0] == 0
     names = {path.name for path in (tmp_path / "drawn").iterdir()}
     assert names >= {"contours.svg", "histograms-lenet-5.png", "front.png", "front-held-out.svg"}
-
-
-def test_histograms_of_what_is_no_run_are_refused(tmp_path):
-    with pytest.raises(UserError, match="finished run"):
-        figures.histograms(tmp_path)
 
 
 def test_publish_and_table_by_their_commands(command, runs, tmp_path):

@@ -147,8 +147,9 @@ def cp(
 def show(folder: Annotated[Path, typer.Argument(help="the folder of a finished run")]) -> None:
     """Shows the summary of a finished run again."""
     from deephoyer.train.folder import RunFolder
+    from deephoyer.train.result import recorded
 
-    _show(RunFolder(folder).read_json("summary.json"), folder)
+    _show(recorded(RunFolder(folder)), folder)
 
 
 Stored = Annotated[Path, typer.Argument(help="a run's folder, or a .safetensors file")]

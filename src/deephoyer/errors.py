@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterable
-from numbers import Real
 from typing import Any
 
 
@@ -32,7 +31,7 @@ def unknown(kind: str, name: object, known: Iterable[str], hint: str = "") -> Us
 
 def not_negative(value: Any, what: str) -> float:
     """The value as a float, refused when it is negative or not a finite number."""
-    number = isinstance(value, Real) and not isinstance(value, bool)
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or not math.isfinite(value) or value < 0:
-        raise UserError(f"{what} is {value!r}; it must be a finite number, 0 or more.")
+        raise UserError(f"{what} is {value!r}; it must be a finite number (int or float), 0 or more.")
     return float(value)

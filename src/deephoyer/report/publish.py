@@ -19,7 +19,7 @@ from deephoyer.report.timing import timings
 from deephoyer.train import checkpoint
 from deephoyer.train.folder import RunFolder
 from deephoyer.train.recipe import full_name
-from deephoyer.train.result import FORMAT
+from deephoyer.train.result import recorded
 from deephoyer.train.schema import STAGES, Recipe
 
 LINES = 40
@@ -91,9 +91,7 @@ def finished(folder: RunFolder) -> tuple[dict[str, Any], Recipe]:
     recipe = folder.recipe()
     if recipe is None or not (folder / "summary.json").exists():
         raise UserError(f"{folder.path}: is not the folder of a finished run; the same `deephoyer run` finishes it.")
-    summary = folder.read_json("summary.json")
-    if summary.get("format") != FORMAT:
-        raise UserError(f"{folder.path}: summary.json is not one that this deephoyer wrote.")
+    summary = recorded(folder)
     if Recipe.model_validate(summary["recipe"]) != recipe:
         raise UserError(f"{folder.path}: recipe.yaml is not the recipe that summary.json was made by.")
     _no_files_of_this_machine(folder, recipe.model_dump(mode="json"))

@@ -7,7 +7,6 @@ on the example inputs and on random ones each time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,21 +85,17 @@ def compact(
     model = unwrap(model)
     graph = _graph(model, example_inputs, groups)
     if joints == "gather":
-        return _compacted(model, example_inputs, graph, lambda small: [name for name in graph.order if name], True)
+        return _compacted(model, example_inputs, graph, _inner(graph), True)
     try:
-        return _compacted(model, example_inputs, graph, lambda small: _reads_input(small, graph), False)
+        return _compacted(model, example_inputs, graph, _reads_input(model, graph), False)
     except Differs:  # a forward of its own may ask a layer for what a joint doesn't have, its sizes or its weight
-        return _compacted(model, example_inputs, graph, lambda small: [], False)
+        return _compacted(model, example_inputs, graph, [], False)
 
 
 def _compacted(
-    model: nn.Module,
-    example_inputs: Examples,
-    graph: ChannelGraph,
-    jointed: Callable[[nn.Module], list[str]],
-    outputs: bool,
+    model: nn.Module, example_inputs: Examples, graph: ChannelGraph, jointed: list[str], outputs: bool
 ) -> nn.Module:
-    """The smaller network; `jointed` names the layers that may get a joint, behind them too where `outputs` says so."""
+    """The smaller network; layers that are `jointed` may get a joint, behind them too where `outputs` says so."""
     small = clean_copy(model)
     report = CompactReport(parameters_before=_count(model))
     found = fold(small, example_inputs)
@@ -109,9 +104,8 @@ def _compacted(
     remove(small, graph, gone)
     report.sets = _sets(graph, gone)
     report.folded, report.kept = found.folded, found.kept
-    inner = [name for name in graph.order if name]  # a model that is one layer has no place for another
-    _stand_still(small, inner, fold(small, example_inputs), report)
-    _add_joints(small, jointed(small), outputs, report)
+    _stand_still(small, _inner(graph), fold(small, example_inputs), report)
+    _add_joints(small, jointed, outputs, report)
     report.idle = [n for n, m in model.named_modules() if kind_of(m) in (LINEAR, CONV) and n not in graph.order]
     report.error = same(clean_copy(model), small, example_inputs, _alive(graph, dead, gone))
     report.parameters_after = _count(small)
@@ -166,6 +160,11 @@ def _sets(graph: ChannelGraph, gone: Tensor) -> list[SetReport]:
         SetReport(one.name, len(one.channels), int(gone[torch.tensor(one.channels)].sum()), one.reason)
         for one in graph.sets()
     ]
+
+
+def _inner(graph: ChannelGraph) -> list[str]:
+    """All layers; a model that is one layer has no place for another."""
+    return [name for name in graph.order if name]
 
 
 def _reads_input(model: nn.Module, graph: ChannelGraph) -> list[str]:

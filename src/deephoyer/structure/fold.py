@@ -23,7 +23,7 @@ from deephoyer.structure.layers import CONV, EMBEDDING, LINEAR, NORM, WIRING, Ki
 from deephoyer.structure.unknown import Unknown
 
 LARGE = 1000.0
-"""Gates that open beyond a bound (`torch.where(x > 4, …)`) swallow NaN, and ordinary inputs may leave them shut."""
+"""For the second witness: gates may open only beyond a bound (`torch.where(x > 4, …)`)."""
 
 
 @dataclass

@@ -163,7 +163,7 @@ def merged(outer: Gather, inner: Gather) -> Gather:
         read = outer.read[inner.read]
     if outer.write is None or inner.write is None:
         one = inner if outer.write is None else outer
-        return Gather(inner.layer, read, one.write, _values(one.fill), outer.width)
+        return Gather(inner.layer, read, one.write, one.fill, outer.width)
     write = laid_out(outer, inner.write, len(inner.layer.weight))
     fill = torch.zeros(len(write), dtype=inner.layer.weight.dtype, device=write.device)
     for part in (outer.fill, None if inner.fill is None else laid_out(outer, inner.fill.detach(), 0)):
@@ -176,10 +176,6 @@ def laid_out(joint: Gather, values: Tensor, missing: float) -> Tensor:
     if joint.write is None:
         return values
     return torch.cat([values, values.new_full((1,), missing)])[joint.write]
-
-
-def _values(fill: nn.Parameter | None) -> Tensor | None:
-    return None if fill is None else fill.detach()
 
 
 def _fullest(live: Tensor, groups: int) -> Tensor:

@@ -16,6 +16,7 @@ from deephoyer.export import save
 from deephoyer.masks import Masks
 from deephoyer.structure import compact, tidy
 from deephoyer.summary import Summary, summary
+from deephoyer.train.folder import RunFolder
 from deephoyer.train.run import Run
 
 FORMAT = "deephoyer-result-1"
@@ -23,10 +24,18 @@ BATCHES = (1, 64, 256)
 """Batch sizes at which the dense and the compacted network are timed."""
 
 
+def recorded(folder: RunFolder) -> dict[str, Any]:
+    """The record of a finished run."""
+    record = folder.read_json("summary.json")
+    if not isinstance(record, dict) or record.get("format") != FORMAT:
+        raise UserError(f"{folder.path}: summary.json is not one that this deephoyer wrote.")
+    return record
+
+
 def finish(run: Run) -> dict[str, Any]:
     """Measures the final network, takes out what is dead, writes both and the record; a finished one is read again."""
     if (run.folder / "summary.json").exists():
-        return run.folder.read_json("summary.json")
+        return recorded(run.folder)
     example = run.data.floats(run.data.test_x[:2])
     final, why_not = _without_idle_weights(run, example)
     sparse = summary(final, example, latency=False).to_json()
@@ -96,8 +105,6 @@ PROTOCOLS = {
 
 def tables(record: dict[str, Any], width: int) -> list[Table | str]:
     """The record as a person reads it."""
-    if not isinstance(record, dict) or record.get("format") != FORMAT:
-        raise UserError("summary.json is not one that this deephoyer wrote.")
     made: list[Table | str] = [Summary.from_json(record["sparse"]).table(width), _accuracies(record)]
     if "not_tidied" in record:
         made.append(f"idle weights were left in: {record['not_tidied']}")
