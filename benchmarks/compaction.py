@@ -31,9 +31,9 @@ from torch import Tensor, nn
 
 import deephoyer as dh
 from deephoyer.counting import count
+from deephoyer.lab.models import input_shape, make
+from deephoyer.lab.models.pad_shortcut import PadShortcut
 from deephoyer.latency import Latency, measure
-from deephoyer.models import input_shape, make
-from deephoyer.models.pad_shortcut import PadShortcut
 
 MODEL = "resnet-56"
 BATCHES = (64, 1)

@@ -12,7 +12,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 def main() -> None:
     """Runs the command line."""
     try:
-        from deephoyer.cli import main as run
+        from deephoyer.lab.cli import main as run
     except KeyboardInterrupt:  # torch takes seconds to load
         raise SystemExit(130) from None
     run()

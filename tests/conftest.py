@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from deephoyer import cli
+from deephoyer.lab import cli
 
 slow_is_fine = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "print_blob": True}
 settings.register_profile("same", derandomize=True, database=None, max_examples=40, **slow_is_fine)

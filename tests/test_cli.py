@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from deephoyer import cli
+from deephoyer.lab import cli
 
 QUICK = [
     "data={name: mnist, limit: 600}",

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deephoyer.errors import UserError
-from deephoyer.models import make
+from deephoyer.lab.models import make
 from deephoyer.structure import CannotFollow, Coupled, Differs, compact, compact_report
+from deephoyer.structure.equality import error
 from deephoyer.structure.joints import Constant
-from deephoyer.structure.verify import error
 from test_coupled import Attention
 
 torchvision = pytest.importorskip("torchvision")

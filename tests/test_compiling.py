@@ -8,11 +8,10 @@ import torch
 from torch import nn
 
 import deephoyer as dh
-from deephoyer import models
-from deephoyer.data import DATASETS, Dataset
-from deephoyer.train import recipe
-from deephoyer.train.compiling import Compiled, repeated
-from deephoyer.train.run import Run
+from deephoyer.lab import models, recipe
+from deephoyer.lab.data import DATASETS, Dataset
+from deephoyer.lab.train.compiling import Compiled, repeated
+from deephoyer.lab.train.run import Run
 
 
 class Leaf(nn.Module):
@@ -42,7 +41,7 @@ def test_the_outermost_repeated_modules_are_found():
 
 
 def test_a_network_is_as_it_was_outside_of_a_compiled_step(monkeypatch):
-    monkeypatch.setattr("deephoyer.train.compiling.BACKEND", "eager")
+    monkeypatch.setattr("deephoyer.lab.train.compiling.BACKEND", "eager")
     model = nn.Sequential(Leaf(), Leaf(), Leaf())
     names = list(model.state_dict())
     compiled = Compiled(repeated(model))
@@ -89,7 +88,7 @@ SMALL = [
 
 
 def test_a_run_with_compiled_blocks_is_the_run_without(tmp_path, monkeypatch):
-    monkeypatch.setattr("deephoyer.train.compiling.BACKEND", "aot_eager")
+    monkeypatch.setattr("deephoyer.lab.train.compiling.BACKEND", "aot_eager")
     monkeypatch.setitem(DATASETS._makers, "compiling-noise", noise)
     plain, compiled = (
         Run(recipe.read("demo", [*SMALL, f"compile={choice}"]), tmp_path / choice).execute()

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from deephoyer.errors import UserError
 from deephoyer.groups import SliceUnit
+from deephoyer.lab.models import make
 from deephoyer.masks import prune
-from deephoyer.models import make
 from deephoyer.rules import Density
 from deephoyer.structure import CannotFollow, Coupled
 from deephoyer.weights import find_weights

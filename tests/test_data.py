@@ -13,12 +13,12 @@ import pytest
 import torch
 from PIL import Image
 
-from deephoyer import data
-from deephoyer.data import cifar10
-from deephoyer.data import cifar10_forms as forms
-from deephoyer.data import mnist as mnist_file
-from deephoyer.data.mnist import DIGESTS, FOLDER, _checked
 from deephoyer.errors import UserError
+from deephoyer.lab import data
+from deephoyer.lab.data import cifar10
+from deephoyer.lab.data import cifar10_forms as forms
+from deephoyer.lab.data import mnist as mnist_file
+from deephoyer.lab.data.mnist import DIGESTS, FOLDER, _checked
 
 
 def test_mnist_has_its_sixty_and_ten_thousand_digits():

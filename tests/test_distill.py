@@ -9,10 +9,10 @@ import safetensors.torch
 import torch
 import torch.nn.functional as F
 
-from deephoyer import data, models
 from deephoyer.errors import UserError
-from deephoyer.train import answers, batches, recipe
-from deephoyer.train.distill import Teachers, teachers_of
+from deephoyer.lab import data, models, recipe
+from deephoyer.lab.train import batches, teacher_cache
+from deephoyer.lab.train.distill import Teachers, teachers_of
 
 
 @pytest.mark.parametrize("passes", [20, 0])
@@ -77,7 +77,7 @@ def test_of_several_that_want_the_same_answers_one_asks_and_the_others_wait(tmp_
             yield torch.full((2, 10), position / 4)
 
     with ThreadPoolExecutor() as pool:
-        found = list(pool.map(lambda _: answers.kept("same", 3, slowly(), print), range(4)))
+        found = list(pool.map(lambda _: teacher_cache.kept("same", 3, slowly(), print), range(4)))
     assert asked == [0, 1, 2]
     assert all(torch.equal(table, found[0]) for table in found) and found[0][2, 0, 0] == 0.5
 
@@ -88,9 +88,9 @@ def test_answers_that_can_not_be_written_are_used_all_the_same(tmp_path, monkeyp
     def full(*_):
         raise UserError("the disk is full.")
 
-    monkeypatch.setattr(answers, "write_atomically", full)
+    monkeypatch.setattr(teacher_cache, "write_atomically", full)
     notes = []
-    assert torch.equal(answers.kept("a", 1, iter([torch.ones(2, 3)]), notes.append), torch.ones(1, 2, 3).half())
+    assert torch.equal(teacher_cache.kept("a", 1, iter([torch.ones(2, 3)]), notes.append), torch.ones(1, 2, 3).half())
     assert notes[-1] == "the disk is full. The answers are not kept."
 
 
@@ -98,7 +98,7 @@ def test_answers_that_have_no_place_are_used_all_the_same(tmp_path, monkeypatch)
     (tmp_path / "file").touch()
     monkeypatch.setenv("DEEPHOYER_DATA", str(tmp_path / "file"))
     notes = []
-    assert torch.equal(answers.kept("a", 1, iter([torch.ones(2, 3)]), notes.append), torch.ones(1, 2, 3).half())
+    assert torch.equal(teacher_cache.kept("a", 1, iter([torch.ones(2, 3)]), notes.append), torch.ones(1, 2, 3).half())
     assert "can't be made" in notes[0] and "The answers are not kept." in notes[0]
 
 
@@ -107,7 +107,7 @@ def test_answers_that_are_there_are_read_where_nothing_can_be_locked(tmp_path, m
     (tmp_path / "teachers" / "a.lock").mkdir(parents=True)
     for again in range(2):
         asked = iter([torch.full((2, 3), 0.5)] if not again else ())
-        assert torch.equal(answers.kept("a", 1, asked, print), torch.full((1, 2, 3), 0.5).half())
+        assert torch.equal(teacher_cache.kept("a", 1, asked, print), torch.full((1, 2, 3), 0.5).half())
 
 
 def test_teachers_of_two_kinds_teach_the_mean_of_what_both_say(tmp_path):
@@ -135,7 +135,7 @@ def test_teachers_of_photographs_are_asked_in_the_step():
 def test_teachers_made_ready_say_what_they_said_in_half_precision(compiled, monkeypatch):
     blocks = []
     monkeypatch.setattr(
-        "deephoyer.train.compiling.BACKEND", lambda graph, inputs: blocks.append(graph) or graph.forward
+        "deephoyer.lab.train.compiling.BACKEND", lambda graph, inputs: blocks.append(graph) or graph.forward
     )
     torch.manual_seed(0)
     few, teacher, x = data.load("mnist", limit=4), models.make("resnet-20").eval(), torch.randn(4, 3, 32, 32)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from deephoyer.report import record, verify
-from deephoyer.report.page import page
-from deephoyer.train import recipe
+from deephoyer.lab import recipe
+from deephoyer.lab.report import record, verify
+from deephoyer.lab.report.page import page
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")

@@ -16,7 +16,7 @@ from torch import nn
 from deephoyer.errors import UserError
 from deephoyer.export import container, export, load, load_masks, provenance, save
 from deephoyer.export.container import rewrite
-from deephoyer.models import input_shape, make
+from deephoyer.lab.models import input_shape, make
 from deephoyer.packing import PackingError, pack_pattern, packed_size, pattern_size, unpack_pattern
 from deephoyer.structure.compact import compact
 from deephoyer.summary import summary
@@ -92,7 +92,7 @@ def test_a_new_process_computes_the_same(tmp_path):
     model, x = sparse("lenet-5", 0.1), torch.ones(2, 1, 28, 28)
     save(model, tmp_path / "a.safetensors")
     code = (
-        "import sys, torch; from deephoyer.models import make; from deephoyer.export import load;"
+        "import sys, torch; from deephoyer.lab.models import make; from deephoyer.export import load;"
         "m = load(sys.argv[1], model=make('lenet-5'));"
         "print(m(torch.ones(2, 1, 28, 28)).double().flatten().tolist())"
     )

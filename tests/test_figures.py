@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from deephoyer import UserError
-from deephoyer.report import figures
-from deephoyer.report.figures.descent import walk
+from deephoyer.lab.report import figures
+from deephoyer.lab.report.figures.descent import walk
 
 
 def test_figures_are_the_same_bytes_each_time(tmp_path):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from deephoyer.errors import UserError
-from deephoyer.models import make
+from deephoyer.lab.models import make
 from deephoyer.structure import BadShape, check_joints, compact, compact_report, describe, reshape_
 from deephoyer.structure.joints import Constant, Gather, gather
 

@@ -381,11 +381,3 @@ def test_triton_tables_that_a_captured_graph_reads_are_kept_however_often_others
 @pytest.mark.skipif(RUNS_TRITON or not HAS_TRITON, reason="Triton runs in this process, or isn't installed")
 def test_the_triton_kernels_in_the_interpreter(interpreted):
     interpreted(__file__, "triton")
-
-
-@needs_compiler
-def test_compiled_agrees_with_autograd():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(30, 20, bias=False), nn.Conv2d(4, 6, 3, bias=False))
-    assert_adds(model, "hoyer-square", "elements+filters+channels", "compiled")
-    assert_adds(model, "transformed-l1", "elements", "compiled")

@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch_pruning as tp
 
-from deephoyer import models
 from deephoyer.errors import UserError
-from deephoyer.models import MODELS, make
-from deephoyer.models.pad_shortcut import PadShortcut
+from deephoyer.lab import models
+from deephoyer.lab.models import MODELS, make
+from deephoyer.lab.models.pad_shortcut import PadShortcut
 
 
 def weights(model):

@@ -3,7 +3,7 @@
 import pytest
 
 import deephoyer as dh
-from deephoyer.train import recipe
+from deephoyer.lab import recipe
 
 PAPER = {
     "hs": [(2e-4, 0.03), (1e-4, 0.03)],

@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from deephoyer import UserError, models, summary
+from deephoyer import UserError, summary
 from deephoyer.export import load, save
-from deephoyer.report import figures, publish, record, rows, verify
-from deephoyer.report.measure import build
-from deephoyer.report.origin import origin, settings
-from deephoyer.report.page import page
-from deephoyer.report.tables import table
-from deephoyer.report.timing import timings
-from deephoyer.train import recipe
-from deephoyer.train.result import finish
-from deephoyer.train.run import Run
+from deephoyer.lab import models, recipe
+from deephoyer.lab.report import figures, publish, record, rows, verify
+from deephoyer.lab.report.measure import build
+from deephoyer.lab.report.origin import origin, settings
+from deephoyer.lab.report.page import page
+from deephoyer.lab.report.tables import table
+from deephoyer.lab.report.timing import timings
+from deephoyer.lab.train.result import finish
+from deephoyer.lab.train.run import Run
 
 TINY = ["data={name: mnist, limit: 600}", "device=cpu", "batch_size=50", "prune={rule: density, value: 0.05}"]
 EPOCHS = ["pretrain.epochs=2", "regularize.epochs=2", "finetune.epochs=2"]

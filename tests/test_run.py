@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import deephoyer as dh
-from deephoyer import data
-from deephoyer.train import checkpoint, recipe
-from deephoyer.train.run import Run
+from deephoyer.lab import data, recipe
+from deephoyer.lab.runs import checkpoint
+from deephoyer.lab.train.run import Run
 
 SMALL = [
     "data={name: mnist, limit: 1200}",
@@ -34,7 +34,7 @@ def small(*changes):
 
 @pytest.fixture(autouse=True)
 def saves_every_epoch(monkeypatch):
-    monkeypatch.setattr("deephoyer.train.run.SAVE_SECONDS", 0.0)
+    monkeypatch.setattr("deephoyer.lab.train.run.SAVE_SECONDS", 0.0)
 
 
 def weights(run):
@@ -108,10 +108,10 @@ def test_a_checkpoint_of_another_version_of_this_program_is_told_in_a_line(tmp_p
 
 
 DRIVER = """
-import signal, sys, deephoyer.train.run as run
+import signal, sys, deephoyer.lab.train.run as run
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are born deaf to Ctrl-C
 run.SAVE_SECONDS = 0.0
-from deephoyer.cli import main
+from deephoyer.lab.cli import main
 sys.argv = ["deephoyer", "run", "demo", "--out", sys.argv[1], *sys.argv[2:]]
 main()
 """
@@ -174,7 +174,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpo
 def test_a_model_that_can_not_read_the_data_is_told_in_a_line(tmp_path, monkeypatch):
     digits = data.load("mnist", limit=20)
     photographs = dataclasses.replace(digits, train_x=digits.train_x.repeat(1, 3, 1, 1))
-    monkeypatch.setattr("deephoyer.train.run._data_of", lambda recipe, device: photographs)
+    monkeypatch.setattr("deephoyer.lab.train.run._data_of", lambda recipe, device: photographs)
     with pytest.raises(dh.UserError, match="lenet-300-100 can't read images of 3×28×28"):
         Run(small(), tmp_path).execute()
 

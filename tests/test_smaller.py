@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import deephoyer as dh
-from deephoyer import cli, data
-from deephoyer.models import input_shape, make
+from deephoyer.lab import cli, data
+from deephoyer.lab.models import input_shape, make
 from deephoyer.structure.indices import as_pattern, from_pattern
 from deephoyer.structure.joints import Gather
 
@@ -174,7 +174,7 @@ def sparse(name: str, share: float = 0.4) -> tuple[nn.Module, Tensor]:
 
 READER = """
 import json, sys, torch, deephoyer as dh
-from deephoyer.models import make
+from deephoyer.lab.models import make
 torch.set_num_threads(1)
 found = {}
 for path, name, inputs in zip(*[iter(sys.argv[1:])] * 3):

@@ -7,12 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import deephoyer as dh
-from deephoyer import data, models, strength
-from deephoyer.train import batches
-from deephoyer.train.rates import make_optimizer, rate_at, set_rate
-from deephoyer.train.schema import Training
-from deephoyer.train.step import CapturedStep, PlainStep, largest_divisor, warm_up
-from deephoyer.train.tables import Tables
+from deephoyer import strength
+from deephoyer.lab import data, models
+from deephoyer.lab.schema import Training
+from deephoyer.lab.train import batches
+from deephoyer.lab.train.epoch_tensors import Tables
+from deephoyer.lab.train.optim import make_optimizer, rate_at, set_rate
+from deephoyer.lab.train.step import CapturedStep, PlainStep, largest_divisor, warm_up
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="for CUDA")
 COSINE = Training(epochs=2, lr=1e-3, schedule="cosine")

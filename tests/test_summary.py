@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from deephoyer.errors import UserError
-from deephoyer.models import input_shape, make
+from deephoyer.lab.models import input_shape, make
 from deephoyer.structure.compact import compact
 from deephoyer.summary import Summary, summary
 

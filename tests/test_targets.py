@@ -8,17 +8,18 @@ from torch import nn
 from typer.testing import CliRunner
 
 import deephoyer as dh
-from deephoyer import models, targets
-from deephoyer.cli import app
+from deephoyer import targets
 from deephoyer.counting import count
-from deephoyer.data import DATASETS
-from deephoyer.report import publish, record
-from deephoyer.report.measure import measure
+from deephoyer.lab import models, recipe
+from deephoyer.lab.cli import app
+from deephoyer.lab.data import DATASETS
+from deephoyer.lab.report import publish, record
+from deephoyer.lab.report.measure import measure
+from deephoyer.lab.runs import checkpoint
+from deephoyer.lab.train.progress import Silent
+from deephoyer.lab.train.result import finish
+from deephoyer.lab.train.run import Run
 from deephoyer.rules import Absolute, StdRatio
-from deephoyer.train import checkpoint, recipe
-from deephoyer.train.progress import Silent
-from deephoyer.train.result import finish
-from deephoyer.train.run import Run
 from test_compiling import noise
 
 X = torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(0))

@@ -6,12 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from deephoyer import models
 from deephoyer.counting import count
+from deephoyer.lab import models, recipe
+from deephoyer.lab.train import result
+from deephoyer.lab.train.run import Run
 from deephoyer.masks import Masks
 from deephoyer.structure import compact, tidy
-from deephoyer.train import recipe, result
-from deephoyer.train.run import Run
 
 
 def sparse_(model, density, seed):

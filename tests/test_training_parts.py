@@ -11,11 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import deephoyer as dh
-from deephoyer import data
-from deephoyer.train import batches, checkpoint, sharing, sweep
-from deephoyer.train.places import looked_up
-from deephoyer.train.rates import make_optimizer, rate_at, rates_in, set_rate
-from deephoyer.train.schema import Training
+from deephoyer.lab import data
+from deephoyer.lab import search as sweep
+from deephoyer.lab.runs import checkpoint
+from deephoyer.lab.schema import Training
+from deephoyer.lab.train import batches, gpu_sharing
+from deephoyer.lab.train.augment import looked_up
+from deephoyer.lab.train.optim import make_optimizer, rate_at, rates_in, set_rate
 
 
 @given(st.integers(1, 50), st.integers(1, 60), st.integers(0, 3), st.integers(0, 99))
@@ -131,19 +133,6 @@ def test_a_sweep_runs_every_member_and_one_that_fails_leaves_the_others_alone(tm
     assert json.loads((good.folder / "summary.json").read_text()) == again[0].result()
 
 
-def test_a_stacked_sweep_goes_on_past_a_network_that_cannot_be_trained_and_is_not_done_twice(tmp_path):
-    said: list[str] = []
-    team = sweep.members("demo", QUICK, ["model=resnet-20,lenet-300-100"], tmp_path)
-    sweep.run_stacked("demo", QUICK, team, said.append)
-    bad, good = team
-    assert bad.status == 1 and "can't read images" in bad.line()
-    assert good.status == 0 and good.result()["accuracy"]["finetuned"] > 0
-    before = (good.folder / "summary.json").stat().st_mtime_ns
-    again = sweep.members("demo", QUICK, ["model=lenet-300-100"], tmp_path)
-    sweep.run_stacked("demo", QUICK, again, said.append)
-    assert again[0].status == 0 and (good.folder / "summary.json").stat().st_mtime_ns == before
-
-
 PATIENT = """
 import pathlib, signal, sys, time
 mine = pathlib.Path(sys.argv[-1])
@@ -221,7 +210,7 @@ exit 0
 @pytest.fixture
 def control(tmp_path, monkeypatch):
     """A program named like NVIDIA's on the path; gives the calls it got."""
-    program = tmp_path / "bin" / sharing.CONTROL
+    program = tmp_path / "bin" / gpu_sharing.CONTROL
     program.parent.mkdir()
     program.write_text(CONTROL)
     program.chmod(0o755)
@@ -235,9 +224,9 @@ def control(tmp_path, monkeypatch):
 @pytest.mark.parametrize("end", [None, KeyboardInterrupt, RuntimeError])
 def test_a_private_mps_lasts_as_long_as_the_sweep_however_that_ends(control, end):
     said = []
-    with nullcontext() if end is None else pytest.raises(end), sharing.mps(said.append, 4) as environment:
+    with nullcontext() if end is None else pytest.raises(end), gpu_sharing.mps(said.append, 4) as environment:
         folder = environment["CUDA_MPS_PIPE_DIRECTORY"]
-        assert os.path.isdir(folder) and environment[sharing.PART] == "50"
+        assert os.path.isdir(folder) and environment[gpu_sharing.PART] == "50"
         if end is not None:
             raise end
     assert control() == [["start", folder], ["quit", folder]]
@@ -247,21 +236,21 @@ def test_a_private_mps_lasts_as_long_as_the_sweep_however_that_ends(control, end
 def test_an_mps_that_runs_already_is_left_alone(control, tmp_path, monkeypatch):
     (tmp_path / "nothing").mkdir()
     (tmp_path / "nothing" / "control").touch()
-    with sharing.mps(print, 8) as environment:
-        assert environment == {sharing.PART: "25"}
+    with gpu_sharing.mps(print, 8) as environment:
+        assert environment == {gpu_sharing.PART: "25"}
     assert [call[0] for call in control()] == ["get_server_list"]
 
 
 def test_two_fill_the_gpu_and_a_users_own_part_stays(monkeypatch):
-    assert [sharing.part(n)[sharing.PART] for n in (1, 2, 3, 16)] == ["100", "100", "67", "13"]
-    monkeypatch.setenv(sharing.PART, "30")
-    assert sharing.part(4) == {}
+    assert [gpu_sharing.part(n)[gpu_sharing.PART] for n in (1, 2, 3, 16)] == ["100", "100", "67", "13"]
+    monkeypatch.setenv(gpu_sharing.PART, "30")
+    assert gpu_sharing.part(4) == {}
 
 
 def test_an_mps_that_does_not_start_is_done_without(control, monkeypatch):
     monkeypatch.setenv("REFUSES", "1")
     said = []
-    with sharing.mps(said.append, 4) as environment:
+    with gpu_sharing.mps(said.append, 4) as environment:
         assert environment == {}
     assert len(said) == 1 and "exit status 1" in said[0]
     assert [call[0] for call in control()] == ["start"]
@@ -269,14 +258,14 @@ def test_an_mps_that_does_not_start_is_done_without(control, monkeypatch):
 
 def test_without_the_program_or_a_gpu_to_share_nothing_is_started(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    with sharing.mps(pytest.fail, 4) as environment:
+    with gpu_sharing.mps(pytest.fail, 4) as environment:
         assert environment == {}
 
 
 def test_a_gpu_is_as_crowded_as_runs_at_once_are_on_it(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    assert sharing.crowd(["cpu", "cpu"], 2) == 0
-    assert sharing.crowd(["auto", "cuda:0", "cuda"], 2) == 2
-    assert sharing.crowd(["cuda:0", "cuda:1", "cuda:0", "cuda:1"], 4) == 2
+    assert gpu_sharing.crowd(["cpu", "cpu"], 2) == 0
+    assert gpu_sharing.crowd(["auto", "cuda:0", "cuda"], 2) == 2
+    assert gpu_sharing.crowd(["cuda:0", "cuda:1", "cuda:0", "cuda:1"], 4) == 2
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert sharing.crowd(["auto", "auto"], 2) == 0
+    assert gpu_sharing.crowd(["auto", "auto"], 2) == 0

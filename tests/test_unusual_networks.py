@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 import deephoyer as dh
 from deephoyer.export import load_masks
-from deephoyer.structure.fold import fold
+from deephoyer.structure.fold_constants import fold
 from deephoyer.structure.joints import Constant, Gather
 
 

@@ -1,5 +1,5 @@
 """`python -m deephoyer` is the command `deephoyer`."""
 
-from deephoyer.cli import main
+from deephoyer.lab.cli import main
 
 main()

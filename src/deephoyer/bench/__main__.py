@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import deephoyer.bench.noise  # noqa: F401
-from deephoyer.train import recipe
-from deephoyer.train.run import Run
+from deephoyer.lab import recipe
+from deephoyer.lab.train.run import Run
 
 if __name__ == "__main__":
     _, _, name, *overrides, _, folder = sys.argv

@@ -25,7 +25,7 @@ def bench(
 ) -> None:
     """Measures what the penalty costs here, side by side with the usual ways of writing it."""
     from deephoyer.bench.tables import show, write
-    from deephoyer.train.environment import pick_device
+    from deephoyer.lab.runs.environment import pick_device
 
     if what not in WHAT:
         raise unknown("benchmark", what, WHAT)

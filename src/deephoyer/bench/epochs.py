@@ -12,8 +12,8 @@ import tempfile
 from typing import Any
 
 import deephoyer.bench.noise  # noqa: F401
-from deephoyer.train.run import Run
-from deephoyer.train.schema import Recipe
+from deephoyer.lab.schema import Recipe
+from deephoyer.lab.train.run import Run
 
 ADAM = {"optimizer": "adam", "lr": 1e-3}
 SGD = {"optimizer": "sgd", "lr": 0.1, "weight_decay": 1e-4}

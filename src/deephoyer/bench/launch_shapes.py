@@ -15,7 +15,8 @@ from deephoyer.bench.sides import ours
 
 def tune(names: list[str], budget: float) -> None:
     """Prints device milliseconds for launch shapes."""
-    from deephoyer.kernels import tables, triton
+    from deephoyer.kernels import launch_tables as tables
+    from deephoyer.kernels import triton
 
     def device_ms(model: nn.Module, groups: str, shown: dict[str, Any]) -> None:
         attempt(shown, "ms", lambda: milliseconds(replayed(ours(model, groups, "triton")), "cuda", budget))

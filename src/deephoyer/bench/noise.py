@@ -9,7 +9,7 @@ from functools import cache
 
 import torch
 
-from deephoyer.data import DATASETS, Dataset
+from deephoyer.lab.data import DATASETS, Dataset
 
 
 @cache

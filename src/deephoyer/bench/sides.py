@@ -53,7 +53,7 @@ def torch_pruning(name: str, device: str) -> Callable[[], None]:
     """Its group norm penalty, on the same network with its batch norms: another formula, the same purpose."""
     import torch_pruning as tp
 
-    from deephoyer import models
+    from deephoyer.lab import models
 
     model = models.make(name).to(device)
     example = torch.randn(1, *models.input_shape(name), device=device)

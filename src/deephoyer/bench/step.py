@@ -15,9 +15,8 @@ import torch
 import torch.nn.functional as F
 
 import deephoyer as dh
-from deephoyer import data, models
-from deephoyer.train import recipe
-from deephoyer.train.run import Run
+from deephoyer.lab import data, models, recipe
+from deephoyer.lab.train.run import Run
 
 BATCH = 100
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from deephoyer.bench.epochs import recipe
 from deephoyer.errors import UserError
-from deephoyer.train import sweep
+from deephoyer.lab import search as sweep
 
 
 def together(

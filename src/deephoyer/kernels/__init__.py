@@ -4,7 +4,6 @@
 |----------|------------------------------------------------------------|-----------------------------|
 | plain    | the formula, term by term: the reference                    | everywhere, any penalty     |
 | foreach  | plain PyTorch in blocks, two passes over the weights        | everywhere                  |
-| compiled | the same passes through `torch.compile`                     | CPUs with a C++ compiler    |
 | triton   | all tensors of a model in a few launches                    | CUDA                        |
 | auto     | triton on CUDA if it is installed, else foreach             |                             |
 """
@@ -21,7 +20,7 @@ from deephoyer.kernels.plain import Plain, Scale, Term
 
 __all__ = ["BACKENDS", "Backend", "Scale", "Term", "choose"]
 
-BACKENDS = ("auto", "plain", "foreach", "compiled", "triton")
+BACKENDS = ("auto", "plain", "foreach", "triton")
 
 
 class Backend(Protocol):
@@ -47,10 +46,6 @@ def choose(terms: Sequence[Term], backend: str = "auto") -> Backend:
         from deephoyer.kernels.auto import Auto
 
         return Auto(terms)
-    if backend == "compiled":
-        from deephoyer.kernels.compiled import Compiled
-
-        return Compiled(terms)
     if backend == "triton":
         from deephoyer.kernels.triton import Triton
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from deephoyer.kernels.layout import Matrix, flat
-from deephoyer.kernels.looks import Pairs
 from deephoyer.kernels.passes import Passes, Plan
+from deephoyer.kernels.tensor_pairs import Pairs
 from deephoyer.penalties import Penalty, ScaleFree, wide
 
 

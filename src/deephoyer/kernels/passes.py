@@ -16,10 +16,10 @@ from torch import Tensor
 
 from deephoyer.groups import ElementUnit, SliceUnit
 from deephoyer.kernels.layout import Matrix, matrix, walks_alike
-from deephoyer.kernels.looks import Pairs, pairs_of
 from deephoyer.kernels.plain import Plain, Term
 from deephoyer.kernels.sharded import Reduction, offsets, same_cut
 from deephoyer.kernels.slices import SEPARABLE, Face, SlicePlan, face_dim
+from deephoyer.kernels.tensor_pairs import Pairs, pairs_of
 from deephoyer.penalties import Penalty, ScaleFree
 
 

@@ -18,12 +18,12 @@ import triton.language as tl
 from torch import Tensor
 
 from deephoyer.kernels import triton_elements, triton_slices
-from deephoyer.kernels.addresses import AddressBook
+from deephoyer.kernels.launch_tables import ChunkTable, TileTable, chunk_table, tile_table
 from deephoyer.kernels.launcher import Launcher
-from deephoyer.kernels.looks import Pairs
 from deephoyer.kernels.passes import Passes, Plan
+from deephoyer.kernels.pointer_tables import AddressBook
 from deephoyer.kernels.slices import one_penalty
-from deephoyer.kernels.tables import ChunkTable, TileTable, chunk_table, tile_table
+from deephoyer.kernels.tensor_pairs import Pairs
 from deephoyer.kernels.triton_slopes import kind_of
 from deephoyer.penalties import Penalty
 

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from deephoyer.kernels.addresses import AddressBook
 from deephoyer.kernels.layout import walks_alike
+from deephoyer.kernels.pointer_tables import AddressBook
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 from deephoyer.groups import GROUPINGS
 from deephoyer.structure.compact import CompactReport, compact, compact_report
 from deephoyer.structure.coupled import Coupled
+from deephoyer.structure.equality import Differs
 from deephoyer.structure.follow import CannotFollow
 from deephoyer.structure.shape import BadShape, check_joints, describe, reshape_
 from deephoyer.structure.tidy import tidy
-from deephoyer.structure.verify import Differs
 
 GROUPINGS.add("coupled", Coupled)
 

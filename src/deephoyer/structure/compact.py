@@ -17,11 +17,11 @@ from deephoyer.errors import UserError, unknown
 from deephoyer.inference import Examples
 from deephoyer.structure.channels import ChannelGraph
 from deephoyer.structure.coupled import Coupled, clean_copy
-from deephoyer.structure.cut import remove, spare_last, zero
-from deephoyer.structure.fold import Folded, fold, shared_layers
+from deephoyer.structure.equality import Differs, same
+from deephoyer.structure.fold_constants import Folded, fold, shared_layers
 from deephoyer.structure.joints import Constant, around, gather, laid_out, merged, replace
 from deephoyer.structure.layers import CONV, LINEAR, NORM, WIRING, by_blocks, kind_of, nonzero, size
-from deephoyer.structure.verify import Differs, same
+from deephoyer.structure.remove import remove, spare_last, zero
 from deephoyer.weights import unwrap
 
 JOINTS = ("none", "gather")

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from deephoyer.errors import UserError
 from deephoyer.groups import Grouping, Slices, SliceUnit, Unit
 from deephoyer.inference import Examples
+from deephoyer.structure.channel_ids import READINGS
 from deephoyer.structure.channels import ChannelGraph, ChannelSet, Place
-from deephoyer.structure.cut import remove, spare_last, zero
+from deephoyer.structure.equality import Differs, same
 from deephoyer.structure.follow import CannotFollow, follow
 from deephoyer.structure.inputs import one_sample
 from deephoyer.structure.layers import by_blocks, kind_of
-from deephoyer.structure.numbers import READINGS
-from deephoyer.structure.verify import Differs, same
+from deephoyer.structure.remove import remove, spare_last, zero
 from deephoyer.weights import LAYERS, Weight, unwrap
 
 

@@ -17,10 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from deephoyer.errors import UserError
 from deephoyer.inference import Examples, call
+from deephoyer.structure.channel_ids import Numbers
 from deephoyer.structure.channels import ChannelGraph, Place
 from deephoyer.structure.inputs import tensors_in
 from deephoyer.structure.layers import CONV, WIRING, Kind, by_blocks, channel_dim, kind_of, size
-from deephoyer.structure.numbers import Numbers
 from deephoyer.structure.operations import Operation, account
 
 

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from deephoyer.structure.channel_ids import Numbers
 from deephoyer.structure.inputs import tensors_in
-from deephoyer.structure.numbers import Numbers
 
 
 @dataclass

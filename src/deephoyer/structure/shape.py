@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from deephoyer.errors import UserError
-from deephoyer.structure.cut import owner
 from deephoyer.structure.joints import Constant, Gather, replace
 from deephoyer.structure.layers import CONV, LINEAR, NORM, WIRING, Kind, Renewed, kind_of, loose_tensors, put, size
+from deephoyer.structure.remove import owner
 
 VERSION = 1
 Entry = dict[str, Any]

@@ -11,8 +11,8 @@ from torch import nn
 from deephoyer.inference import Examples
 from deephoyer.structure.compact import dead_channels
 from deephoyer.structure.coupled import Coupled, clean_copy
-from deephoyer.structure.fold import fold
-from deephoyer.structure.verify import same
+from deephoyer.structure.equality import same
+from deephoyer.structure.fold_constants import fold
 
 
 def tidy(model: nn.Module, example_inputs: Examples) -> nn.Module:

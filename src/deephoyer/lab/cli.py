@@ -1,0 +1,280 @@
+"""The commands. They read words, call the rooms, and print; nothing is computed here.
+
+A user's mistake is one or two lines on standard error and exit status 2; Ctrl-C is 130.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from deephoyer import __version__
+from deephoyer.bench.commands import bench
+from deephoyer.errors import UserError, unknown
+from deephoyer.lab.report import commands
+
+app = typer.Typer(
+    name="deephoyer",
+    help="Make neural networks sparse, small and fast while they train.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+# A pipe has no width; tables are then as wide as they need to be.
+out = Console() if sys.stdout.isatty() else Console(width=160)
+
+
+@app.command("list")
+def list_(
+    what: Annotated[str, typer.Argument(help="recipes, models, data, penalties, groups or rules")] = "all",
+) -> None:
+    """Shows what there is to choose from, with a line each."""
+    kinds = _kinds()
+    if what != "all" and what not in kinds:
+        raise unknown("thing to list", what, [*kinds, "all"])
+    for title in kinds if what == "all" else [what]:
+        table = Table(
+            title=title, title_justify="left", title_style="bold", show_header=False, box=None, padding=(0, 2)
+        )
+        for name, line in kinds[title]():
+            table.add_row(name, line)
+        out.print(table)
+
+
+def _kinds() -> dict[str, Any]:
+    from deephoyer.groups import GROUPINGS
+    from deephoyer.lab import recipe
+    from deephoyer.lab.data import DATASETS
+    from deephoyer.lab.models import MODELS
+    from deephoyer.penalties import PENALTIES
+    from deephoyer.rules import RULES
+
+    return {
+        "recipes": lambda: [(n, recipe.text_of(n).splitlines()[0].lstrip("# ")) for n in recipe.names()],
+        "models": MODELS.describe,
+        "data": DATASETS.describe,
+        "penalties": PENALTIES.describe,
+        "groups": GROUPINGS.describe,
+        "rules": RULES.describe,
+    }
+
+
+@app.command()
+def run(
+    recipe: Annotated[str, typer.Argument(help="a recipe's name, or a YAML file of your own")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help="e.g. seed=1")] = None,
+    folder: Annotated[Path | None, typer.Option("--out", help="the run's folder; runs/NAME by default")] = None,
+) -> None:
+    """Trains, regularizes, prunes and finetunes; the same command takes up a run that was cut off."""
+    from deephoyer.lab import recipe as recipes
+    from deephoyer.lab.train.progress import reporter
+    from deephoyer.lab.train.result import finish
+    from deephoyer.lab.train.run import Run
+
+    changes = overrides or []
+    chosen = recipes.read(recipe, changes)
+    place = folder or Path("runs") / recipes.folder_name(recipe, changes)
+    job = Run(chosen, place, reporter(out))
+    try:
+        job.execute()
+    except KeyboardInterrupt:
+        _complain(f"interrupted. The same command goes on from the last checkpoint in {place}.")
+        raise typer.Exit(130) from None
+    _show(finish(job), place)
+
+
+@app.command()
+def sweep(
+    recipe: Annotated[str, typer.Argument(help="a recipe's name, or a YAML file of your own")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help="for every run")] = None,
+    grid: Annotated[list[str] | None, typer.Option("--grid", help="key=value,value,… ; several multiply")] = None,
+    jobs: Annotated[int, typer.Option("--jobs", min=0, help="runs at once; 0 chooses")] = 0,
+    mps: Annotated[bool, typer.Option("--mps/--no-mps", help="share a GPU through NVIDIA's MPS where it is")] = True,
+    folder: Annotated[Path, typer.Option("--out", help="where the runs' folders go")] = Path("runs"),
+) -> None:
+    """Runs a recipe once for every combination of a grid, several at once; what is done is not done again."""
+    from rich.live import Live
+
+    from deephoyer.lab import search as sweeps
+
+    changes = overrides or []
+    team = sweeps.members(recipe, changes, grid or [], folder)
+    at_once = jobs or sweeps.default_jobs()
+    try:
+        if out.is_terminal:
+            with Live(console=out, refresh_per_second=4) as live:
+                sweeps.run_all(recipe, changes, team, at_once, live, mps=mps, say=_complain)
+        else:
+            sweeps.run_all(recipe, changes, team, at_once, None, mps=mps, say=_complain)
+    except KeyboardInterrupt:
+        _complain("interrupted. The same command goes on from the last checkpoints.")
+        raise typer.Exit(130) from None
+    out.print(sweeps.result_table(team), highlight=False)
+    failed = [m for m in team if m.status != 0]
+    if failed:
+        _complain(f"{len(failed)} of {len(team)} runs failed; the first: {failed[0].folder / 'log.txt'}")
+        raise typer.Exit(1)
+
+
+@app.command()
+def cp(
+    recipe: Annotated[str, typer.Argument(help="a recipe's name")],
+    target: Annotated[Path, typer.Argument(help="the file to write")],
+    force: Annotated[bool, typer.Option("--force", help="write over a file that is there")] = False,
+) -> None:
+    """Copies a recipe to a file of your own."""
+    from deephoyer.files import write_atomically
+    from deephoyer.lab import recipe as recipes
+
+    text = recipes.text_of(recipe)
+    if target.is_dir():
+        target = target / f"{recipe}.yaml"
+    if target.exists() and not force:
+        raise UserError(f"{target} is there already; --force writes over it.")
+    write_atomically(target, text.encode())
+    out.print(f"wrote {target}; run it with: deephoyer run {target}", highlight=False)
+
+
+@app.command()
+def show(folder: Annotated[Path, typer.Argument(help="the folder of a finished run")]) -> None:
+    """Shows the summary of a finished run again."""
+    from deephoyer.lab.runs.folder import RunFolder
+    from deephoyer.lab.train.result import recorded
+
+    _show(recorded(RunFolder(folder)), folder)
+
+
+Stored = Annotated[Path, typer.Argument(help="a run's folder, or a .safetensors file")]
+ModelName = Annotated[str | None, typer.Option("--model", help="which model, for a file that does not say it")]
+
+
+@app.command()
+def compact(
+    source: Stored,
+    target: Annotated[
+        Path | None, typer.Option("--out", help="the file to write; compact.safetensors beside it")
+    ] = None,
+    joints: Annotated[
+        str | None,
+        typer.Option(help="none, or gather: layers keep their own live channels only; else as its recipe says"),
+    ] = None,
+    model: ModelName = None,
+) -> None:
+    """Takes out of a stored network what is dead in it, compares the outputs, and writes the smaller one."""
+    from deephoyer.export import provenance, save
+    from deephoyer.lab.open_network import open_network
+    from deephoyer.structure import compact as smaller
+    from deephoyer.structure import compact_report
+    from deephoyer.summary import summary as measure
+
+    network, example = open_network(source, model)
+    origin = provenance(source / "finetuned.safetensors" if source.is_dir() else source) if model is None else None
+    joints = joints or (origin or {}).get("recipe", {}).get("joints", "none")
+    small = smaller(network, example, joints=joints)
+    place = target or (source if source.is_dir() else source.parent) / "compact.safetensors"
+    size = save(small, place, provenance=origin)
+    out.print(measure(small, example, baseline=network).comparison(), highlight=False)
+    if joints != "none":
+        out.print("what the joints save, against compaction without them:", highlight=False)
+        out.print(measure(small, example, baseline=smaller(network, example)).comparison(), highlight=False)
+    report = compact_report(small)
+    for layer, (count, why) in report.kept.items():
+        out.print(f"kept: {count} constant channels into {layer}: {why}", highlight=False)
+    out.print(
+        f"{report.removed:,} channels removed, largest difference {report.error:.1e}; wrote {place}, {size:,} bytes"
+    )
+
+
+@app.command()
+def export(
+    source: Stored,
+    target: Annotated[Path, typer.Argument(help="the .onnx file to write")],
+    model: ModelName = None,
+) -> None:
+    """Writes a stored network as ONNX, runs that with onnxruntime and compares the outputs."""
+    from deephoyer.export import export as to_onnx
+    from deephoyer.lab.open_network import open_network
+
+    network, example = open_network(source, model)
+    difference = to_onnx(network, example, target)
+    out.print(f"wrote {target}; onnxruntime's outputs differ by {difference:.1e} at most", highlight=False)
+
+
+@app.command()
+def summary(
+    source: Stored,
+    baseline: Annotated[Path | None, typer.Option(help="a network to compare it to")] = None,
+    model: ModelName = None,
+) -> None:
+    """Counts and times a stored network, next to another if one is given."""
+    from deephoyer.lab.open_network import open_network
+    from deephoyer.summary import summary as measure
+
+    network, example = open_network(source, model)
+    other = open_network(baseline, model)[0] if baseline else None
+    out.print(measure(network, example, baseline=other), highlight=False)
+
+
+for _command in (commands.publish, commands.verify, commands.table, commands.figure, bench):
+    app.command()(_command)
+
+
+@app.command()
+def data(
+    name: Annotated[str, typer.Argument(help="the data set's name")],
+    source: Annotated[str | None, typer.Option("--from", help="a folder or archive you have")] = None,
+) -> None:
+    """Fetches a data set, checks it and keeps it; or checks one that comes with the package."""
+    from deephoyer.lab.data import fetch
+
+    kept = fetch(name, source, lambda text: out.print(text, highlight=False))
+    out.print(f"{name} is whole" + (f", in {kept}" if kept else ", inside the package"), highlight=False)
+
+
+@app.command()
+def version() -> None:
+    """Prints the version."""
+    out.print(__version__, highlight=False)
+
+
+def _show(result: dict[str, Any], folder: Path) -> None:
+    from deephoyer.lab.train.result import tables
+
+    for table in tables(result, out.width):
+        out.print(table, highlight=False)
+    out.print(f"in {folder}", highlight=False)
+
+
+def _complain(text: str) -> None:
+    first, *rest = text.splitlines() or [""]
+    Console(stderr=True, soft_wrap=True).print(
+        f"deephoyer: {first}", *rest, sep="\n" + " " * 11, highlight=False, markup=False
+    )
+
+
+def main() -> None:
+    """The entry point: errors that are the user's to mend become a line and status 2."""
+    try:
+        status = app(standalone_mode=False)
+    except UserError as why:
+        _complain(str(why))
+        status = 2
+    except OSError as why:
+        # A disk that is full or read-only may show anywhere; what was written before it is whole.
+        _complain(f"{why.filename or 'the disk'}: {why.strerror or why}.")
+        status = 2
+    except (typer.Abort, KeyboardInterrupt):
+        _complain("interrupted.")
+        status = 130
+    except Exception as why:
+        # Usage errors of the command line know how to show themselves; anything else is a defect of ours.
+        if not (hasattr(why, "show") and hasattr(why, "exit_code")):
+            raise
+        why.show()
+        status = why.exit_code
+    sys.exit(status if isinstance(status, int) else 0)

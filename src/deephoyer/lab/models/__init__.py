@@ -1,0 +1,59 @@
+"""The networks of the paper's tables, by name: `make("lenet-5")`. `deephoyer list models` shows them.
+
+Each is a plain `nn.Module` and knows nothing of penalties, masks or data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from deephoyer.errors import UserError
+from deephoyer.lab.models.alexnet import AlexNet
+from deephoyer.lab.models.lenet import LeNet5, LeNet300
+from deephoyer.lab.models.resnet_cifar import CIFAR_DEPTHS, cifar_resnet
+from deephoyer.lab.models.resnet_imagenet import resnet50
+from deephoyer.registry import Registry
+
+MODELS: Registry[nn.Module] = Registry("model", "models")
+_INPUT_SHAPES: dict[str, tuple[int, ...]] = {}
+
+
+def register(name: str, maker: Callable[..., nn.Module], input_shape: tuple[int, ...]) -> None:
+    """Gives a network a name, and says what one input looks like (without the batch dimension)."""
+    MODELS.add(name, maker)
+    _INPUT_SHAPES[name] = input_shape
+
+
+def make(name: str, **settings: Any) -> nn.Module:
+    """The network called `name`, freshly initialised.
+
+    >>> sum(p.numel() for p in make("lenet-300-100").parameters() if p.dim() > 1)
+    266200
+    """
+    MODELS[name]  # an unknown name gets the registry's error, with its guess
+    try:
+        return MODELS.make(name, **settings)
+    except UserError as why:
+        text = str(why)
+        raise UserError(text if text.startswith("model ") else f"model {name!r}: {text}") from None
+
+
+def input_shape(name: str) -> tuple[int, ...]:
+    """What one input of the network looks like, without the batch dimension.
+
+    >>> input_shape("lenet-5")
+    (1, 28, 28)
+    """
+    MODELS[name]  # an unknown name gets the registry's error, with its guess
+    return _INPUT_SHAPES[name]
+
+
+register("lenet-300-100", LeNet300, (1, 28, 28))
+register("lenet-5", LeNet5, (1, 28, 28))
+for _depth in CIFAR_DEPTHS:
+    register(f"resnet-{_depth}", cifar_resnet(_depth), (3, 32, 32))
+register("alexnet", AlexNet, (3, 227, 227))
+register("resnet-50", resnet50, (3, 224, 224))

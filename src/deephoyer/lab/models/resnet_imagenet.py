@@ -1,0 +1,31 @@
+"""ResNet-50 for 224 × 224 images: torchvision's, which the `vision` extra installs."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from deephoyer.errors import UserError
+from deephoyer.lab.models.settings import choice, count
+
+
+def resnet50(classes: int = 1000, stride: str = "conv2") -> nn.Module:
+    """torchvision's ResNet-50 (needs the `vision` extra): 25.5M weights
+
+    `stride` says which convolution of a stage's first block halves the image: torchvision's 3 × 3
+    `conv2`, or `conv1` as in the first publication ("v1").
+    """
+    choice("stride", stride, ("conv1", "conv2"))
+    count("classes", classes)
+    try:
+        from torchvision.models import resnet50 as build
+    except ImportError as why:
+        raise UserError(
+            f"model 'resnet-50' comes from torchvision, which can't be imported ({why}). "
+            "`pip install 'deephoyer[vision]'` installs it."
+        ) from None
+    model = build(weights=None, num_classes=classes)
+    if stride == "conv1":
+        for stage in (model.layer2, model.layer3, model.layer4):
+            first = stage[0]
+            first.conv1.stride, first.conv2.stride = (2, 2), (1, 1)
+    return model

@@ -1,0 +1,112 @@
+"""Accuracy against how many times fewer MACs, ResNet-56 and -110 on CIFAR-10: what others reported, and ours twice.
+
+Ours stand once by the paper's counting and once by what is physically executed after compaction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from deephoyer.lab.report.cifar import KINDS, CifarKind, executed
+from deephoyer.lab.report.figures.style import BLUE, GREY, INK, ORANGE, RED, styled
+from deephoyer.lab.report.record import Record
+from deephoyer.lab.report.rows import is_ablation, rows
+
+Spot = tuple[float, float]
+LEAST, MOST = 91.4, 94.8
+"""Percent: what lies lower is no competition, and would flatten all the rest."""
+BESIDE = {
+    ("Pruning-A", 1.12): (-8, 7),
+    ("SFP", 1.70): (-22, -9),
+    ("OCSPruner", 2.0): (-34, 8),
+    ("ResRep", 2.12): (-36, -9),
+    ("SRR-GR", 2.16): (7, -3),
+    ("DepGraph", 2.13): (5, 6),
+    ("DepGraph", 2.57): (6, 4),
+    ("C-SGD-5/8", 2.55): (5, -10),
+    ("C-SGD-5/8", 2.56): (-44, 5),
+    ("LRF", 3.8): (-8, -12),
+    ("channel pruning", 2.0): (-70, -9),
+    ("AMC", 2.0): (-27, 3),
+    ("CNN-FCF-B", 3.44): (-54, 3),
+}
+"""Where a name would run into another: how far it is moved, in points."""
+
+
+@styled
+def cifar(records: Iterable[Record]) -> Figure:
+    """A panel a network. Points of ours are means over seeds; lines join what nothing is better than in both."""
+    records = list(records)
+    figure = Figure(figsize=(11.6, 5.4))
+    for axes, kind in zip(figure.subplots(1, 2).flat, KINDS.values(), strict=True):
+        _others(axes, kind)
+        _ours(axes, kind, records)
+        _finish(axes, kind)
+    figure.suptitle("Accuracy against multiply-accumulates on CIFAR-10", fontsize=12)
+    drawn = dict(pair[::-1] for axes in figure.axes for pair in zip(*axes.get_legend_handles_labels(), strict=True))
+    figure.legend(drawn.values(), drawn, loc="outside lower center", ncols=3)
+    return figure
+
+
+def _others(axes: Axes, kind: CifarKind) -> None:
+    papers: list[Spot] = []
+    theirs: list[Spot] = []
+    for point in kind.points:
+        if point.number is None or point.number < LEAST:
+            continue
+        spot = (point.fewer, point.number)
+        (papers if point.papers_counting else theirs).append(spot)
+        if not point.papers_counting:
+            move = BESIDE.get((point.method, point.fewer), (5, 3))
+            axes.annotate(point.method, spot, move, textcoords="offset points", fontsize=7.5, color=GREY)
+    axes.plot(*_columns(theirs), "x", color=GREY, markersize=6, label="reported by others", zorder=2)
+    label = "Group-HS, reported by DeepHoyer (its counting)"
+    axes.plot(*_columns(papers), "D", color=ORANGE, markersize=5, label=label, zorder=2)
+    front = pareto([*theirs, *papers])
+    axes.plot(*_columns(front), color=GREY, linewidth=1, linestyle="--", label="front of all reported", zorder=1)
+
+
+def _ours(axes: Axes, kind: CifarKind, records: Sequence[Record]) -> None:
+    for protocol, fill in (("test-best", "full"), ("held-out", "none")):
+        own = [r for r in rows(records, kind) if r.protocol == protocol and not is_ablation(r)]
+        for title, colour, marker, count in (
+            ("the paper's counting", BLUE, "^", lambda record: record.measured.total.macs_paper),
+            ("physically executed", RED, "o", executed),
+        ):
+            spots = [(kind.dense / (sum(map(count, r.records)) / len(r.records)), 100 * r.accuracy) for r in own]
+            spots = [spot for spot in spots if LEAST <= spot[1] <= MOST]
+            if spots:
+                label = f"ours, {title} ({protocol})"
+                axes.plot(*_columns(spots), marker, color=colour, markersize=5.5, fillstyle=fill, label=label, zorder=4)
+                axes.plot(*_columns(pareto(spots)), color=colour if fill == "full" else INK, linewidth=1, zorder=3)
+
+
+def pareto(spots: Iterable[Spot]) -> list[Spot]:
+    """Those that no other one beats, to the right and up; from left to right.
+
+    >>> pareto([(1.0, 94.0), (2.0, 93.0), (2.0, 92.0), (1.5, 92.5)])
+    [(1.0, 94.0), (2.0, 93.0)]
+    """
+    best: list[Spot] = []
+    for spot in sorted(set(spots), reverse=True):
+        if not best or spot[1] > best[-1][1]:
+            best.append(spot)
+    return best[::-1]
+
+
+def _columns(spots: Sequence[Spot]) -> tuple[list[float], list[float]]:
+    return [x for x, _ in spots], [y for _, y in spots]
+
+
+def _finish(axes: Axes, kind: CifarKind) -> None:
+    axes.set_xscale("log")
+    axes.set_xlim(0.97, 9)
+    axes.set_ylim(LEAST, MOST)
+    axes.xaxis.set_major_locator(FixedLocator([1, 1.5, 2, 2.5, 3, 4, 5, 6, 8]))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}×"))
+    axes.set(title=kind.title, xlabel="times fewer MACs than the dense network (log scale)", ylabel="test accuracy, %")

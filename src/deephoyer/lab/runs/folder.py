@@ -1,0 +1,108 @@
+"""The folder of a run: its recipe, environment, metrics, checkpoints and results; one process at a time.
+
+Everything is written so that a kill at any moment leaves a folder that can be taken up again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from pathlib import Path
+from typing import Any, TextIO
+
+from deephoyer.errors import UserError
+from deephoyer.files import write_atomically
+from deephoyer.lab import recipe as recipes
+from deephoyer.lab.schema import STAGES, Recipe
+
+
+class RunFolder:
+    """Paths and small files of one run."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.checkpoints = self.path / "checkpoints"
+        self.metrics_path = self.path / "metrics.jsonl"
+        self._lock: TextIO | None = None
+
+    def __truediv__(self, name: str) -> Path:
+        return self.path / name
+
+    def open(self) -> None:
+        """Makes the folder and locks it against a second process."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = open(self.path / ".lock", "w")  # noqa: SIM115 (held for the whole run)
+        except OSError as why:
+            raise UserError(f"run folder {self.path}: can't be made: {why.strerror}.") from None
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._lock.close()
+            raise UserError(f"run folder {self.path}: another process is working in it.") from None
+
+    def close(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def write_json(self, name: str, content: Any) -> None:
+        write_atomically(self.path / name, (json.dumps(content, indent=1) + "\n").encode())
+
+    def read_json(self, name: str) -> Any:
+        path = self.path / name
+        try:
+            return json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise UserError(f"{self.path} has no {name}: is it the folder of a finished run?") from None
+        except (OSError, ValueError) as why:
+            raise UserError(f"{path}: can't be read: {why}.") from None
+
+    def recipe(self) -> Recipe | None:
+        """The recipe that this folder was made by."""
+        path = self.path / "recipe.yaml"
+        return recipes.parse(path.read_text(encoding="utf-8"), str(path)) if path.exists() else None
+
+    def check(self, wanted: Recipe, stage: str, epoch: int, round: int = 0) -> None:
+        """Refuses a recipe that differs from the folder's in anything that has already been used."""
+        have = self.recipe()
+        if have is None:
+            return
+        later = STAGES[STAGES.index(stage) + (epoch > 0) :] if stage in STAGES else ()
+        later = later[-1:] if round else later  # every stage but finetuning has been used
+        mine, theirs = (r.model_dump(mode="json") for r in (wanted, have))
+        for key in mine:
+            if mine[key] != theirs[key] and key not in later and key != "device":  # a run may move
+                raise UserError(
+                    f"run folder {self.path}: made by another recipe ({_difference(key, theirs[key], mine[key])}). "
+                    "Give another folder with --out, or delete this one."
+                )
+
+    # Metrics: a line an epoch; a resumed run cuts off what came after its checkpoint.
+
+    def metrics_size(self) -> int:
+        return self.metrics_path.stat().st_size if self.metrics_path.exists() else 0
+
+    def cut_metrics(self, size: int) -> None:
+        if self.metrics_size() > size:
+            os.truncate(self.metrics_path, size)
+
+    def add_metrics(self, line: dict[str, Any]) -> None:
+        try:
+            with open(self.metrics_path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as why:
+            raise UserError(f"{self.metrics_path}: can't be written: {why.strerror}.") from None
+
+    def metrics(self) -> list[dict[str, Any]]:
+        if not self.metrics_path.exists():
+            return []
+        return [json.loads(line) for line in self.metrics_path.read_text(encoding="utf-8").splitlines()]
+
+
+def _difference(key: str, old: Any, new: Any) -> str:
+    if isinstance(old, dict) and isinstance(new, dict):
+        inner = next(k for k in new if old.get(k) != new.get(k))
+        return _difference(f"{key}.{inner}", old.get(inner), new.get(inner))
+    return f"{key} was {old!r}, now {new!r}"

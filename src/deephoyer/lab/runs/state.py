@@ -1,0 +1,37 @@
+"""Where a run stands: all that a checkpoint holds besides tensors. What the numbers mean is known to `run.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from deephoyer.errors import UserError
+from deephoyer.lab.schema import STAGES
+
+
+@dataclass
+class State:
+    """Plain numbers and words, as JSON has them."""
+
+    stage: str = STAGES[0]
+    epoch: int = 0
+    round: int = 0
+    best: float = -1.0
+    best_epoch: int = 0
+    accuracy: dict[str, float] = field(default_factory=dict)
+    selected: dict[str, int] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    prune_value: float | None = None
+    metrics_size: int = 0
+    regularizer: dict[str, Any] | None = None
+    density_at_start: float | None = None
+    optimizer: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, content: Mapping[str, Any]) -> State:
+        """Of a checkpoint; what an older version did not write has its default."""
+        strange = [key for key in content if key not in {f.name for f in fields(cls)}]
+        if strange:
+            raise UserError(f"the checkpoint is of another version of deephoyer: it has {strange[0]!r} in it.")
+        return cls(**content)

@@ -1,0 +1,129 @@
+"""What a finished run comes to: accuracies, counts, the smaller network; a record, and tables to print.
+
+The record is `summary.json` in the run's folder. Training is over when this is called.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import Tensor, nn
+
+from deephoyer.errors import UserError
+from deephoyer.export import save
+from deephoyer.lab.runs.folder import RunFolder
+from deephoyer.lab.train.run import Run
+from deephoyer.masks import Masks
+from deephoyer.structure import compact, tidy
+from deephoyer.summary import Summary, summary
+
+FORMAT = "deephoyer-result-1"
+BATCHES = (1, 64, 256)
+"""Batch sizes at which the dense and the compacted network are timed."""
+
+
+def recorded(folder: RunFolder) -> dict[str, Any]:
+    """The record of a finished run."""
+    record = folder.read_json("summary.json")
+    if not isinstance(record, dict) or record.get("format") != FORMAT:
+        raise UserError(f"{folder.path}: summary.json is not one that this deephoyer wrote.")
+    return record
+
+
+def finish(run: Run) -> dict[str, Any]:
+    """Measures the final network, takes out what is dead, writes both and the record; a finished one is read again."""
+    if (run.folder / "summary.json").exists():
+        return recorded(run.folder)
+    example = run.data.floats(run.data.test_x[:2])
+    final, why_not = _without_idle_weights(run, example)
+    sparse = summary(final, example, latency=False).to_json()
+    record: dict[str, Any] = {
+        "format": FORMAT,
+        "recipe": run.recipe.model_dump(mode="json"),
+        "environment": run.folder.read_json("environment.json"),
+        "protocol": run.recipe.select,
+        "selected": run.state.selected,
+        "accuracy": run.state.accuracy,
+        "seconds": {stage: round(s, 1) for stage, s in run.state.seconds.items()},
+        "sparse": sparse,
+    }
+    if why_not is not None:
+        record["not_tidied"] = why_not
+    if run.state.prune_value is not None:
+        record["prune_value"] = run.state.prune_value
+    origin = {"recipe": record["recipe"], "accuracy": run.state.accuracy, "protocol": run.recipe.select}
+    stored = save(final, run.folder / "finetuned.safetensors", masks=_zeros(final, run.masks), provenance=origin)
+    files = record["files"] = {"finetuned.safetensors": stored}
+    try:
+        record |= _compacted(run, example, origin, files)
+    except UserError as why:
+        # The run's weights and counts are good all the same.
+        record["not_compacted"] = str(why)
+    run.folder.write_json("summary.json", record)
+    return record
+
+
+def _without_idle_weights(run: Run, example: Tensor) -> tuple[nn.Module, str | None]:
+    """The network that is counted and kept; as it was trained, and why, where its idle weights can't be told."""
+    try:
+        made = tidy(run.model, example)
+    except UserError as why:
+        return run.model, str(why)
+    before, after = (run.predictions(m, run.data.test_x) for m in (run.model, made))
+    if not torch.equal(before, after):
+        return run.model, f"without them it predicts otherwise for {int((before != after).sum())} of the test images."
+    return made, None
+
+
+def _zeros(model: nn.Module, masks: Masks | None) -> Masks | None:
+    """What is zero in the end, of what was pruned: idle weights too, but no bias that took up a constant."""
+    if masks is None:
+        return None
+    left = {name: p.detach() != 0 for name, p in model.named_parameters() if name in masks}
+    return Masks({n: left[n] | masks[n].to(left[n].device) if left[n].dim() < 2 else left[n] for n in left})
+
+
+def _compacted(run: Run, example: Tensor, origin: dict[str, Any], files: dict[str, int]) -> dict[str, Any]:
+    """The smaller network: saved, measured against the dense one, and its predictions compared image by image."""
+    small = compact(run.model, example, joints=run.recipe.joints)
+    files["compact.safetensors"] = save(small, run.folder / "compact.safetensors", provenance=origin)
+    dense = run.fresh_model()
+    before, after = (run.predictions(m, run.data.test_x) for m in (run.model, small))
+    return {
+        "compact": summary(small, example, baseline=dense, batch_sizes=BATCHES).to_json(),
+        "changed_predictions": int((before != after).sum()),
+    }
+
+
+PROTOCOLS = {
+    "held-out": "the epoch best on held-out images",
+    "test-best": "the epoch best on the test images themselves (the paper's way)",
+}
+
+
+def tables(record: dict[str, Any], width: int) -> list[Table | str]:
+    """The record as a person reads it."""
+    made: list[Table | str] = [Summary.from_json(record["sparse"]).table(width), _accuracies(record)]
+    if "not_tidied" in record:
+        made.append(f"idle weights were left in: {record['not_tidied']}")
+    if "compact" in record:
+        made.append(Summary.from_json(record["compact"]).comparison())
+        images = record["changed_predictions"]
+        made.append(f"the compacted network predicts otherwise for {images} of the test images")
+    else:
+        made.append(f"not compacted: {record['not_compacted']}")
+    made.append(", ".join(f"{name} {size:,} bytes" for name, size in record["files"].items()))
+    return made
+
+
+def _accuracies(record: dict[str, Any]) -> Table:
+    table = Table(title=f"test accuracy; {PROTOCOLS[record['protocol']]} is selected", title_justify="left")
+    for stage in record["accuracy"]:
+        table.add_column(stage, justify="right")
+    table.add_column("lost", justify="right")
+    accuracy = record["accuracy"]
+    lost = 100 * (accuracy["dense"] - accuracy["finetuned"])
+    table.add_row(*(f"{100 * a:.2f} %" for a in accuracy.values()), f"{lost:.2f} points")
+    return table

@@ -1,0 +1,394 @@
+"""A run: pretrain, regularize, prune, finetune, as a recipe says, resumable after a kill at any moment.
+
+One loop serves all stages. Which model, which data and which penalty are names in the recipe.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+
+from deephoyer.errors import UserError
+from deephoyer.files import write_atomically
+from deephoyer.groups import Grouping
+from deephoyer.lab import data as datasets
+from deephoyer.lab import models
+from deephoyer.lab.data import Dataset
+from deephoyer.lab.runs import checkpoint, environment
+from deephoyer.lab.runs.folder import RunFolder
+from deephoyer.lab.runs.state import State
+from deephoyer.lab.schema import STAGES, Recipe, Regularize, Training, named
+from deephoyer.lab.train import batches
+from deephoyer.lab.train.batches import Epoch
+from deephoyer.lab.train.distill import Teachers, teachers_of
+from deephoyer.lab.train.objective import Objective, logits
+from deephoyer.lab.train.optim import make_optimizer, rate_at, rates_in
+from deephoyer.lab.train.progress import Silent
+from deephoyer.lab.train.pruning import pruned, warning_of_loss
+from deephoyer.lab.train.step import CapturedStep, PlainStep
+from deephoyer.lab.train.strength_control import Pursuit, aim_of
+from deephoyer.masks import Masks
+from deephoyer.penalties import PENALTIES
+from deephoyer.regularizer import Regularizer
+from deephoyer.structure import Coupled
+
+TITLES = {"pretrain": "dense", "regularize": "regularized", "prune": "pruned", "finetune": "finetuned"}
+"""What the network is called after each stage."""
+SAVE_SECONDS = 5.0
+"""A checkpoint is written at the end of an epoch when the last one is older than this."""
+
+WATCHED_AT_ONCE = {"cpu": 1000, "cuda": 5000}
+"""Images in a batch when the accuracy is watched between epochs."""
+
+
+class Run:
+    """Takes a recipe through its stages in a folder. `execute()` starts or resumes."""
+
+    def __init__(self, recipe: Recipe, folder: str | Path, progress: Silent | None = None):
+        self.recipe, self.folder = recipe, RunFolder(folder)
+        self.progress = progress or Silent()
+        self.state = State()
+        self.masks: Masks | None = None
+        self._best: dict[str, Tensor] = {}
+        self._ahead: tuple[int, Epoch] | None = None
+        self._saved = time.monotonic()
+
+    def execute(self) -> Run:
+        """Runs what is left to run; afterwards `model`, `masks` and `state` are the final ones."""
+        self.folder.open()
+        try:
+            with self.progress, environment.tuned(self.recipe.precision):
+                resumed = self.prepare()
+                while self.state.stage in STAGES:
+                    self._stage(self.state.stage, resumed)
+                    resumed = {}
+        finally:
+            self.folder.close()
+        return self
+
+    def finished(self) -> bool:
+        return self.state.stage not in STAGES
+
+    # Starting and resuming
+
+    def prepare(self) -> dict[str, Tensor]:
+        """Builds everything, and takes up the newest checkpoint: returns its tensors."""
+        found = checkpoint.newest(self.folder.checkpoints)
+        if found:
+            self.state = State.read(found[1])
+            for trouble in found[2]:
+                self.progress.note(f"{trouble} The one before it is used.")
+        self.folder.check(self.recipe, self.state.stage, self.state.epoch, self.state.round)
+        self.device = environment.pick_device(self.recipe.device)
+        if not self.finished():
+            begun = self.state.stage != "pretrain"  # what it began with is in its own checkpoint now
+            checkpoint.expect(f for f in self.recipe.files() if not (begun and f[0] == "pretrain.checkpoint"))
+        self._build()
+        if not self.finished():
+            write_atomically(self.folder / "recipe.yaml", self.recipe.to_yaml().encode())
+            self.folder.write_json("environment.json", environment.describe(self.device))
+        self.folder.cut_metrics(self.state.metrics_size)
+        return self._restore(found[0]) if found else {}
+
+    def _build(self) -> None:
+        self.data = _data_of(self.recipe, self.device)
+        torch.manual_seed(batches.seed_of(self.recipe.seed, "weights"))
+        self.model = self.fresh_model()
+        if self.recipe.channels_last:
+            self.model = self.model.to(memory_format=torch.channels_last)
+        self._try_one_image()
+        count = len(self.data.train_x)
+        everything = torch.arange(count)
+        if self.recipe.select == "held-out":
+            # The same images for every seed, so that runs can be compared on them.
+            everything = torch.randperm(count, generator=torch.Generator().manual_seed(0))
+        held = round(self.recipe.held_out * count) if self.recipe.select == "held-out" else 0
+        self.held_out = everything[:held].to(self.device)
+        self.pool = everything[held:].sort().values  # on the CPU, where epochs are drawn
+        if len(self.pool) < 1:
+            raise UserError(f"held_out: {self.recipe.held_out} of {count} images leaves none to train on.")
+
+    def _try_one_image(self) -> None:
+        """A model that can't read the data is a mistake in the recipe."""
+        image = self.data.floats(self.data.train_x[:1])
+        try:
+            with torch.no_grad():
+                self.model.eval()(image)
+        except RuntimeError as why:
+            seen = "×".join(map(str, image.shape[1:]))
+            raise UserError(f"model: {self.recipe.model} can't read images of {seen}: {why}.") from None
+        self.model.train()
+
+    def _restore(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        parts: dict[str, dict[str, Tensor]] = {"model": {}, "best": {}, "masks": {}, "optimizer": {}}
+        for name, tensor in tensors.items():
+            part, _, rest = name.partition(".")
+            parts[part][rest] = tensor
+        self.model.load_state_dict(parts["model"])
+        self._best = {n: t.to(self.device) for n, t in parts["best"].items()}
+        if parts["masks"]:
+            self.masks = Masks.from_state_dict(parts["masks"], self.model)
+        if self.state.stage in STAGES and self.state.epoch:
+            self.progress.note(f"resumes {self.folder.path} in stage {self.state.stage} after epoch {self.state.epoch}")
+        return parts["optimizer"]
+
+    # Stages
+
+    def _stage(self, stage: str, resumed: dict[str, Tensor]) -> None:
+        began = time.monotonic() - self.state.seconds.get(stage, 0.0)
+        if stage == "prune":
+            self.prune()
+        elif stage == "pretrain" and self.recipe.pretrain.checkpoint:
+            self.take_checkpoint()
+        else:
+            self._train(stage, getattr(self.recipe, stage), resumed, began)
+        self.close_stage(began)
+
+    def prune(self) -> None:
+        self.masks = pruned(self)
+
+    def take_checkpoint(self) -> None:
+        checkpoint.fill(self.model, Path(self.recipe.pretrain.checkpoint or ""), "pretrain.checkpoint")
+
+    def close_stage(self, began: float) -> None:
+        """Notes what the stage came to and steps to the next; `began` is when it would have if never cut off."""
+        stage = self.state.stage
+        title = TITLES[stage]
+        if stage in ("pretrain", "regularize"):
+            checkpoint.write_weights(self.folder / f"{title}.safetensors", self.model)
+        self.state.accuracy[title] = self.accuracy(self.data.test_x, self.data.test_y)
+        if stage == "prune" and (told := warning_of_loss(self.state.accuracy)):
+            self.progress.note(told)
+        self.state.seconds[stage] = time.monotonic() - began
+        if stage == "prune" and self.state.round + 1 < self.recipe.rounds:
+            self.state.round += 1
+            self.state.stage = "regularize"
+        else:
+            following = STAGES.index(stage) + 1
+            self.state.stage = STAGES[following] if following < len(STAGES) else "done"
+        self.state.epoch, self.state.best, self.state.best_epoch = 0, -1.0, 0
+        self.state.regularizer, self.state.optimizer = None, {}
+        self._best = {}
+        self._save({})
+
+    def _train(self, stage: str, settings: Training, resumed: dict[str, Tensor], began: float) -> None:
+        steps = max(1, len(self.pool) // min(self.recipe.batch_size, len(self.pool)))
+        captured = self.captures()
+        regularizer = self.make_regularizer(settings, steps) if isinstance(settings, Regularize) else None
+        optimizer = make_optimizer(settings, self.model.parameters(), captured)
+        if resumed or self.state.optimizer:
+            checkpoint.refill(optimizer, resumed, self.state.optimizer)
+        if self.masks is not None:
+            self.masks.hold(optimizer, self.model)
+        teachers = self.teachers if self.recipe.distill and stage != "pretrain" else None
+        pursuit = self._pursuit(settings, regularizer)
+        objective = Objective(self.model, self.data, self.recipe, teachers)
+        step = (CapturedStep if captured else PlainStep)(objective, optimizer, regularizer, self.device)
+        self.progress.stage(stage, settings.epochs, self.state.epoch)
+        for epoch in range(self.state.epoch, settings.epochs):
+            line = self._epoch(stage, settings, epoch, step)
+            if pursuit is not None:
+                line |= pursuit.correct(line["effective_density"], self.state.epoch)
+            self.state.seconds[stage] = time.monotonic() - began
+            self.folder.add_metrics(line)
+            self.progress.epoch(line)
+            if time.monotonic() - self._saved > SAVE_SECONDS and epoch + 1 < settings.epochs:
+                self.save_within(*checkpoint.flatten(optimizer.state_dict()), regularizer)
+        if pursuit is not None:
+            self.progress.note(f"regularize: {pursuit.outcome()}")
+        self.take_best()
+
+    def _pursuit(self, settings: Training, regularizer: Regularizer | None) -> Pursuit | None:
+        """What corrects the strength of a stage that is to end at a density."""
+        if not isinstance(settings, Regularize) or regularizer is None or settings.density is None:
+            return None
+        if self.state.density_at_start is None:
+            self.state.density_at_start = start = regularizer.effective_density().item()
+            if start <= settings.density:
+                raise UserError(f"regularize.density: it is {start:.3g} from the start; ask for less than that.")
+        aim = aim_of(settings.density, self.state.density_at_start, (self.state.round + 1) / self.recipe.rounds)
+        rates = [rate_at(settings, epoch, 1) for epoch in range(settings.epochs)]
+        return Pursuit(regularizer, aim, rates)
+
+    def _epoch(self, stage: str, settings: Training, epoch: int, step: PlainStep) -> dict[str, Any]:
+        began = time.monotonic()
+        torch.manual_seed(self.seed_of(epoch))  # for dropout
+        drawn = self.draw(epoch)
+        self.model.train()
+        step.restart()
+        step.epoch(drawn, rates_in(settings, epoch, len(drawn)))
+        numbers = {"loss": step.loss, "right": self._right()}
+        if isinstance(step.regularizer, Regularizer):
+            numbers |= _numbers_of(step.regularizer)
+        if epoch + 1 < settings.epochs and self.device.type == "cuda":
+            self.draw(epoch + 1)  # while the device is busy with this one
+        found = _read(numbers)
+        self.state.epoch = epoch + 1
+        right = found.pop("right") / len(self.watched[0])
+        line = self.close_epoch(settings, found.pop("loss") / len(drawn), right)
+        return line | found | {"seconds": round(time.monotonic() - began, 3)}
+
+    def seed_of(self, epoch: int) -> int:
+        """The seed of all that is random in an epoch of this stage."""
+        again = (self.state.round,) if self.state.round else ()
+        return batches.seed_of(self.recipe.seed, self.state.stage, epoch, *again)
+
+    def draw(self, epoch: int) -> Epoch:
+        """The batches of an epoch of this stage: those drawn ahead, or new ones."""
+        seed, recipe = self.seed_of(epoch), self.recipe
+        if self._ahead is None or self._ahead[0] != seed:
+            made = batches.draw(self.pool, recipe.batch_size, recipe.shift, recipe.flip, seed)
+            self._ahead = seed, made.to(self.device)
+        return self._ahead[1]
+
+    @cached_property
+    def watched(self) -> tuple[Tensor, Tensor]:
+        """The images, and their labels, whose accuracy this run may select by."""
+        if self.recipe.select == "held-out":
+            return self.data.train_x[self.held_out], self.data.train_y[self.held_out]
+        return self.data.test_x, self.data.test_y
+
+    def close_epoch(self, settings: Training, loss: float, accuracy: float) -> dict[str, Any]:
+        """Keeps the weights of an epoch that is the best so far; gives its line of metrics."""
+        state = self.state
+        if not math.isfinite(loss):
+            raise UserError(
+                f"{state.stage}: the loss is {loss} in epoch {state.epoch}. A lower lr or strength may help; "
+                f"good checkpoints, if it came to any, are in {self.folder.checkpoints}."
+            )
+        if accuracy > state.best and state.stage != "regularize":
+            state.best, state.best_epoch = accuracy, state.epoch
+            self._keep_best()
+        return {
+            "stage": state.stage,
+            **({"round": state.round + 1} if state.round else {}),
+            "epoch": state.epoch,
+            "loss": loss,
+            "lr": rate_at(settings, state.epoch - 1, 1),
+            "held_out" if self.recipe.select == "held-out" else "test": accuracy,
+        }
+
+    def _keep_best(self) -> None:
+        for name, tensor in self.model.state_dict().items():
+            if name in self._best:
+                self._best[name].copy_(tensor)
+            else:
+                self._best[name] = tensor.clone()
+
+    def take_best(self) -> None:
+        """The weights of the best epoch, at a stage's end."""
+        if self._best and self.state.stage != "regularize":
+            self.model.load_state_dict(self._best)
+            self.state.selected[self.state.stage] = self.state.best_epoch
+
+    @torch.inference_mode()
+    def _right(self) -> Tensor:
+        """How many of the watched images the model gets right, computed as in training; does not wait."""
+        self.model.eval()
+        parts = zip(*(t.split(WATCHED_AT_ONCE[self.device.type]) for t in self.watched), strict=True)
+        found = [logits(self.model, self.data.floats(x), self.recipe).argmax(1) == y for x, y in parts]
+        return torch.stack([part.sum() for part in found]).sum()
+
+    # Parts of a step
+
+    @cached_property
+    def teachers(self) -> Teachers:
+        """The teachers of the recipe, asked once for all stages where they answer from a table."""
+        return teachers_of(self.recipe, self.data, self.device, self.progress.note)
+
+    def captures(self) -> bool:
+        return self.device.type == "cuda" and self.recipe.capture == "auto"
+
+    def make_regularizer(self, settings: Regularize, steps_an_epoch: int) -> Regularizer:
+        made = Regularizer(
+            self.model,
+            PENALTIES.make(**named(settings.penalty)),
+            self.groups(settings.groups),
+            settings.schedules(steps_an_epoch),
+            settings.select,
+            weigh=settings.weigh,
+        )
+        if self.state.regularizer:
+            made.load_state_dict(self.state.regularizer)
+        return made
+
+    def groups(self, names: str) -> list[str | Grouping]:
+        """The groupings of a recipe's words; coupled groups need the network's graph."""
+        return [self._coupled() if name == "coupled" else name for name in names.split("+")]
+
+    def _coupled(self) -> Coupled:
+        return Coupled(self.model, self.data.floats(self.data.test_x[:1]))
+
+    def accuracy(self, x: Tensor, y: Tensor) -> float:
+        """The share of images that the model gets right, in eval mode."""
+        return int((self.predictions(self.model, x) == y).sum()) / len(x)
+
+    @torch.inference_mode()
+    def predictions(self, model: nn.Module, x: Tensor, batch: int = 1000) -> Tensor:
+        """The class that a model takes each image for, in eval mode."""
+        model.eval()
+        return torch.cat([model(self.data.floats(part)).argmax(1) for part in x.split(batch)])
+
+    def fresh_model(self) -> nn.Module:
+        """A newly made network of the recipe's kind, where the run takes place."""
+        return models.make(**_renamed(named(self.recipe.model))).to(self.device)
+
+    # Saving
+
+    def save_within(
+        self, optimizer: Mapping[str, Tensor], rest: Mapping[str, Any], regularizer: Regularizer | None
+    ) -> None:
+        """Saves in the middle of a stage; `optimizer` and `rest` are its state, flattened."""
+        self.state.optimizer = dict(rest)
+        self.state.regularizer = regularizer.state_dict() if regularizer else None
+        self._save(optimizer)
+
+    def _save(self, optimizer: Mapping[str, Tensor]) -> None:
+        parts: dict[str, Mapping[str, Tensor]] = {
+            "model": self.model.state_dict(),
+            "best": self._best,
+            "masks": self.masks or {},
+            "optimizer": optimizer,
+        }
+        tensors = {f"{part}.{name}": tensor for part, content in parts.items() for name, tensor in content.items()}
+        self.state.metrics_size = self.folder.metrics_size()
+        checkpoint.save(self.folder.checkpoints, tensors, asdict(self.state))
+        self._saved = time.monotonic()
+
+
+_at_hand: WeakValueDictionary[tuple[str, torch.device], Dataset] = WeakValueDictionary()
+
+
+def _data_of(recipe: Recipe, device: torch.device) -> Dataset:
+    """A recipe's data as floats on the device; runs that stand side by side, as in a stack, have one copy."""
+    settings = named(recipe.data)
+    key = json.dumps(settings, sort_keys=True), device
+    found = _at_hand.get(key)
+    if found is None:
+        found = _at_hand[key] = datasets.load(**_renamed(settings)).to(device).in_floats()
+    return found
+
+
+@torch.no_grad()
+def _numbers_of(regularizer: Regularizer) -> dict[str, Tensor]:
+    return {"penalty": regularizer.loss(), "effective_density": regularizer.effective_density()}
+
+
+def _read(numbers: dict[str, Tensor]) -> dict[str, float]:
+    """Numbers from the device, all at once: the one time that an epoch waits for it."""
+    return dict(zip(numbers, torch.stack([n.double() for n in numbers.values()]).tolist(), strict=True))
+
+
+def _renamed(settings: dict[str, Any]) -> dict[str, Any]:
+    """`named`'s mapping as keyword arguments of `models.make` and `data.load`."""
+    return {"name": settings["choice"], **{k: v for k, v in settings.items() if k != "choice"}}

@@ -1,0 +1,158 @@
+"""An epoch of training steps, plain or replayed as a CUDA graph: forward, backward, penalty, optimizer.
+
+Both do the same arithmetic in the same order. Masks are held by the optimizer's own hook
+(`Masks.hold`), which a captured step captures with the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from deephoyer.lab.train.batches import Epoch
+from deephoyer.lab.train.epoch_tensors import Tables
+from deephoyer.lab.train.optim import set_rate
+
+Forward = Callable[[Tensor, "Tensor | None", "Tensor | None"], Tensor]
+Draw = tuple[Tensor, "Tensor | None", "Tensor | None"]
+
+
+class Penalizing(Protocol):
+    """What a step asks of a regularizer.
+
+    One that has a true `settled` says that its strength stays as it is; steps may then be replayed
+    several at a time.
+    """
+
+    def add_grad_(self, advance: bool = True) -> None: ...
+
+    def step(self) -> None: ...
+
+
+class PlainStep:
+    """Runs steps one by one; `loss` sums the losses of the steps since `restart`, one for each network of `shape`."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        optimizer: torch.optim.Optimizer,
+        regularizer: Penalizing | None,
+        device: torch.device,
+        shape: tuple[int, ...] = (),
+    ):
+        self.forward, self.optimizer, self.regularizer, self.device = forward, optimizer, regularizer, device
+        self.loss = torch.zeros(shape, device=device)
+
+    def restart(self) -> None:
+        self.loss.zero_()
+
+    def epoch(self, drawn: Epoch, rates: Sequence[float]) -> None:
+        """All steps of an epoch, with a learning rate for each."""
+        self._plainly(drawn.to(self.device), rates, range(len(drawn)))
+
+    def _plainly(self, drawn: Epoch, rates: Sequence[float], steps: range) -> None:
+        now = None
+        for i in steps:
+            if rates[i] != now:
+                now = rates[i]
+                set_rate(self.optimizer, now)
+            self._once(drawn.step(i))
+            self._advance(1)
+
+    def _once(self, draw: Draw) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self.forward(*draw)
+        (loss.sum() if loss.dim() else loss).backward()
+        if self.regularizer is not None:
+            self.regularizer.add_grad_(advance=False)
+        self.optimizer.step()
+        self.loss += loss.detach()
+
+    def _advance(self, steps: int) -> None:
+        if self.regularizer is not None:
+            for _ in range(steps):
+                self.regularizer.step()
+
+
+class CapturedStep(PlainStep):
+    """The first steps run plainly on a side stream, as warm-up; then steps are captured once and replayed.
+
+    An epoch's draws and rates lie in tables on the device, and the graph counts its own steps: a
+    replay copies nothing. Small networks have several steps in a graph, for the pause between two
+    replays is as long as some of their kernels.
+    """
+
+    WARM_UP = 3
+    UNROLL = 10
+    SMALL = 24  # parameter tensors; with more, a step is long enough by itself
+
+    def __init__(self, *args: Any, **settings: Any):
+        super().__init__(*args, **settings)
+        self.stream = torch.cuda.Stream(self.device)
+        self.tables: Tables | None = None
+        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self.warmed = 0
+
+    def epoch(self, drawn: Epoch, rates: Sequence[float]) -> None:
+        steps = len(drawn)
+        if self.tables is None or not self.tables.fit(drawn):
+            self.tables = Tables(drawn, self.device)
+            self.graphs.clear()
+        self.tables.fill(drawn, rates)
+        unroll = self._unroll(steps)
+        plain = warm_up(steps, unroll, self.WARM_UP - self.warmed)
+        self._warm_up(self.tables.drawn, rates, plain)
+        self.tables.at(plain)
+        if plain < steps and unroll not in self.graphs:
+            self.graphs[unroll] = self._capture(self.tables, unroll)
+        for _ in range(plain, steps, unroll):
+            self.graphs[unroll].replay()
+            self._advance(unroll)
+
+    def _unroll(self, steps: int) -> int:
+        """How many steps a graph holds: one where the host must fill in the next step's strength."""
+        if self.regularizer is not None and not getattr(self.regularizer, "settled", False):
+            return 1
+        tensors = sum(len(group["params"]) for group in self.optimizer.param_groups)
+        return largest_divisor(steps, self.UNROLL) if tensors <= self.SMALL else 1
+
+    def _warm_up(self, drawn: Epoch, rates: Sequence[float], steps: int) -> None:
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            self._plainly(drawn, rates, range(steps))
+        torch.cuda.current_stream(self.device).wait_stream(self.stream)
+        self.warmed += steps
+
+    def _capture(self, tables: Tables, unroll: int) -> torch.cuda.CUDAGraph:
+        self.optimizer.zero_grad(set_to_none=True)
+        graph = torch.cuda.CUDAGraph()
+        # Relaxed: pinned memory for a table may have to be allocated in between, which is harmless.
+        with torch.cuda.graph(graph, capture_error_mode="relaxed"):
+            block, rates = tables.next(unroll)
+            for i in range(unroll):
+                for group in self.optimizer.param_groups:
+                    group["lr"].copy_(rates[i])
+                self._once(block.step(i))
+        return graph
+
+
+def largest_divisor(number: int, most: int) -> int:
+    """The largest divisor of a number that is not above `most`.
+
+    >>> largest_divisor(540, 10), largest_divisor(391, 10)
+    (10, 1)
+    """
+    return next(d for d in range(min(number, most), 0, -1) if number % d == 0)
+
+
+def warm_up(steps: int, unroll: int, missing: int) -> int:
+    """How many steps of an epoch run plainly, so that those missing are made up for and whole graphs are left.
+
+    >>> warm_up(600, 10, 3), warm_up(600, 10, 0), warm_up(2, 1, 3)
+    (10, 0, 2)
+    """
+    least = min(steps, max(0, missing))
+    return least + (steps - least) % unroll
