@@ -177,7 +177,7 @@ def untold(model: nn.Module, x: Tensor) -> str:
 def joints(x: Tensor, seconds: float, most: float) -> dict[str, Any]:
     """Filters and channels dead in each layer by itself: what is executed without joints and with them."""
     model = network("pad")
-    dh.prune(model, dh.Density(0.7), groups="filters+channels", select="layer*.conv*")
+    dh.prune(model, dh.Density(0.7), groups="filters+channels", parameters="layer*.conv*")
     networks = {"masked": model}
     networks |= {f"joints {kind}": dh.compact(model, x, joints=kind) for kind in ("none", "gather")}
     found, others = compare(networks, x, seconds, most)

@@ -165,18 +165,18 @@ def test_a_dead_group_of_several_tensors_has_gradient_zero():
 
 def test_biases_have_filters_but_no_channels():
     layer = nn.Linear(3, 2)
-    dh.Regularizer(layer, groups="filters", select="*")
+    dh.Regularizer(layer, groups="filters", parameters="*")
     with pytest.raises(dh.UserError, match="bias"):
-        dh.Regularizer(layer, groups="channels", select="*")
+        dh.Regularizer(layer, groups="channels", parameters="*")
 
 
 def test_a_single_number_has_neither():
     layer = nn.Linear(3, 2)
     layer.gain = nn.Parameter(torch.tensor(2.0))
-    dh.Regularizer(layer, groups="elements", select="*").add_grad_()
+    dh.Regularizer(layer, groups="elements", parameters="*").add_grad_()
     for groups in ("filters", "channels"):
         with pytest.raises(dh.UserError, match="gain"):
-            dh.Regularizer(layer, groups=groups, select="gain")
+            dh.Regularizer(layer, groups=groups, parameters="gain")
 
 
 @pytest.mark.parametrize(

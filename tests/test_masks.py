@@ -188,7 +188,7 @@ def test_a_single_number_that_is_pruned_leaves_the_step_count_alone():
     model = nn.Linear(2, 2)
     model.gain = nn.Parameter(torch.tensor(0.0))
     opt = torch.optim.Adam(model.parameters(), lr=0.1)
-    masks = dh.prune(model, dh.Absolute(0), select="*")
+    masks = dh.prune(model, dh.Absolute(0), parameters="*")
     masks.hold(opt)
     for _ in range(3):
         opt.zero_grad()

@@ -217,7 +217,7 @@ def test_a_layer_emptied_by_two_kinds_of_groups_together_is_named_with_both_thre
 def test_biases_may_vanish_whole():
     model = nn.Linear(3, 2)
     nn.init.zeros_(model.bias)
-    assert left(dh.prune(model, dh.Absolute(0), select="*")) == {"weight": 6, "bias": 0}
+    assert left(dh.prune(model, dh.Absolute(0), parameters="*")) == {"weight": 6, "bias": 0}
 
 
 def test_frozen_layers_are_not_pruned():

@@ -52,7 +52,7 @@ def test_frozen_parameters_are_left_alone_unless_asked_for():
     net.conv.requires_grad_(False)
     assert names(net) == ["up.weight", "head.weight"]
     assert names(net, frozen=True) == ["conv.weight", "up.weight", "head.weight"]
-    with pytest.raises(dh.UserError, match=r"select: 'conv\*' leaves no trainable"):
+    with pytest.raises(dh.UserError, match=r"parameters: 'conv\*' leaves no trainable"):
         find_weights(net, "conv*")
     with pytest.raises(dh.UserError, match="no trainable linear or convolution"):
         find_weights(net.requires_grad_(False))

@@ -204,7 +204,9 @@ class Filters(Grouping):
     def units(self, weights: Sequence[Weight]) -> list[Unit]:
         for w in weights:
             if w.tensor.dim() < 1:
-                raise UserError(f"filters: {w.name} is a single number and has no outputs; leave it out of select.")
+                raise UserError(
+                    f"filters: {w.name} is a single number and has no outputs; leave it out of parameters=."
+                )
         return [SliceUnit(w.name, [Slices.along(w.name, w.tensor, w.out_dim, w.groups)]) for w in weights]
 
 
@@ -216,7 +218,7 @@ class Channels(Grouping):
     def units(self, weights: Sequence[Weight]) -> list[Unit]:
         for w in weights:
             if w.tensor.dim() < 2:
-                raise UserError(f"channels: {w.name} has no dimension of inputs; leave it out of select.")
+                raise UserError(f"channels: {w.name} has no dimension of inputs; leave it out of parameters=.")
         return [SliceUnit(w.name, [Slices.along(w.name, w.tensor, w.in_dim, w.groups)]) for w in weights]
 
 

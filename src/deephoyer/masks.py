@@ -172,7 +172,7 @@ def prune(
     model: nn.Module,
     rule: Rule,
     groups: str | Grouping | Iterable[str | Grouping] = "elements",
-    select: str | Iterable[str] | None = None,
+    parameters: str | Iterable[str] | None = None,
     allow_empty: bool = False,
     multiple: int = 1,
 ) -> Masks:
@@ -198,7 +198,7 @@ def prune(
             f"prune: multiple goes with one kind of group, not {' and '.join(k.name for k in kinds)}: what one of them "
             "leaves is cut by the other. Coupled(model, example_inputs) has both sides of a channel in one."
         )
-    units, scores = scored(model, kinds, select)
+    units, scores = scored(model, kinds, parameters)
     masks: dict[str, Tensor] = {}
     thresholds: dict[str, list[str]] = {}
     for unit, score, verdict in zip(units, scores, rule.judge(scores), strict=True):
@@ -236,10 +236,10 @@ def rounded(keep: Tensor, score: Tensor, multiple: int) -> Tensor:
 
 
 def scored(
-    model: nn.Module, groups: str | Grouping | Iterable[str | Grouping], select: str | Iterable[str] | None = None
+    model: nn.Module, groups: str | Grouping | Iterable[str | Grouping], parameters: str | Iterable[str] | None = None
 ) -> tuple[list[Unit], list[Scores]]:
     """What a rule is asked about: the units of these groups, and the scores of each."""
-    weights = find_weights(model, select)
+    weights = find_weights(model, parameters)
     units = [unit for grouping in groupings(groups) for unit in grouping.units(weights)]
     return units, [_scores(unit) for unit in units]
 

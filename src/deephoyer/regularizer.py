@@ -45,7 +45,7 @@ class Regularizer:
         penalty: str | Penalty = "hoyer-square",
         groups: str | Grouping | Iterable[str | Grouping] = "elements",
         strength: Any = 1e-4,
-        select: str | Iterable[str] | None = None,
+        parameters: str | Iterable[str] | None = None,
         backend: str = "auto",
         weigh: str = "alike",
     ):
@@ -54,7 +54,7 @@ class Regularizer:
         self.penalty = PENALTIES.make(penalty)
         if not isinstance(self.penalty, Penalty):
             raise UserError(f"penalty: {penalty!r} is neither a penalty nor the name of one; HoyerSquare() is.")
-        weights = find_weights(model, select)
+        weights = find_weights(model, parameters)
         chosen = groupings(groups)
         self.schedules = _schedules(strength, [g.name for g in chosen])
         self.steps = 0
@@ -158,7 +158,7 @@ class Regularizer:
                 lost = [n for n, t in trained if not any(id(t) in ids for ids in owned)] or [n for n, _ in trained]
                 raise UserError(
                     f"attach: {lost[0]} is regularized, but no one optimizer given holds it. "
-                    "Give every optimizer of this very model (not of a copy), or leave the parameter out with select=."
+                    "Give every optimizer of this very model (not of a copy), or leave it out with parameters=."
                 )
         return shares
 

@@ -53,7 +53,7 @@ def value_for(
     model: nn.Module,
     rule: type[Threshold],
     groups: Groups = "elements",
-    select: Select = None,
+    parameters: Select = None,
     allow_empty: bool = False,
     multiple: int = 1,
 ) -> Found:
@@ -69,9 +69,9 @@ def value_for(
     if not (isinstance(rule, type) and issubclass(rule, Threshold)):
         raise UserError(f"value_for: {rule!r} has no value to be found; StdRatio and Absolute have.")
     groups = groups if isinstance(groups, str | Grouping) else list(groups)
-    cut = partial(prune, model, groups=groups, select=select, allow_empty=allow_empty, multiple=multiple)
+    cut = partial(prune, model, groups=groups, parameters=parameters, allow_empty=allow_empty, multiple=multiple)
     tries = _Tries(goal, model, lambda value: cut(rule(value)))
-    values = borders(model, rule, groups, select)
+    values = borders(model, rule, groups, parameters)
     values = values[: bisect_left(values, True, key=tries.empties)]
     if not values:
         raise UserError("prune.target: a layer is all zero before anything is pruned.")
@@ -89,9 +89,9 @@ def value_for(
     return Found(values[place], tries.number(values[place]))
 
 
-def borders(model: nn.Module, rule: type[Threshold], groups: Groups, select: Select = None) -> list[float]:
+def borders(model: nn.Module, rule: type[Threshold], groups: Groups, parameters: Select = None) -> list[float]:
     """The values between which the rule's verdict changes: 0, and then one for each group that goes."""
-    _, scores = scored(model, groups, select)
+    _, scores = scored(model, groups, parameters)
     ratios = [s.score.double().cpu() / rule.scale(s) for s in scores if rule.scale(s) > 0]
     alive = torch.cat(ratios).unique()
     alive = alive[alive > 0]

@@ -32,8 +32,8 @@ class Weight:
     groups: int = 1
 
 
-def find_weights(model: nn.Module, select: str | Iterable[str] | None = None, frozen: bool = False) -> list[Weight]:
-    """The parameters that match the glob patterns `select`, each once however often it is tied.
+def find_weights(model: nn.Module, parameters: str | Iterable[str] | None = None, frozen: bool = False) -> list[Weight]:
+    """The parameters that match the glob patterns `parameters`, each once however often it is tied.
 
     By default the weights of linear and convolution layers: no biases, norms or embeddings. A pattern
     that starts with `!` takes out what earlier ones took in, or of the default if there are only such.
@@ -44,7 +44,7 @@ def find_weights(model: nn.Module, select: str | Iterable[str] | None = None, fr
     >>> [w.name for w in find_weights(nn.Linear(3, 2), "*")]
     ['weight', 'bias']
     """
-    patterns = [select] if isinstance(select, str) else None if select is None else list(select)
+    patterns = [parameters] if isinstance(parameters, str) else None if parameters is None else list(parameters)
     layers = {name: module for name, module in _named_modules(model) if isinstance(module, LAYERS)}
     default = {f"{name}.weight".removeprefix(".") for name in layers}
     layer_of = {id(module._parameters.get("weight")): module for module in reversed(layers.values())}
@@ -65,9 +65,9 @@ def find_weights(model: nn.Module, select: str | Iterable[str] | None = None, fr
     if positive:
         names = [n for n, _ in named_parameters(model)]
         shown = ", ".join(names[:6]) + (", …" if len(names) > 6 else "")
-        raise UserError(f"select: no parameter matches {sorted(positive)[0]!r}. The model has {shown or 'none'}.")
+        raise UserError(f"parameters: no parameter matches {sorted(positive)[0]!r}. The model has {shown or 'none'}.")
     if not found and patterns:
-        raise UserError(f"select: {', '.join(map(repr, patterns))} leaves no trainable parameter to work on.")
+        raise UserError(f"parameters: {', '.join(map(repr, patterns))} leaves no trainable parameter to work on.")
     if not found:
         raise UserError("no parameters to work on: the model has no trainable linear or convolution weights.")
     return list(found.values())
@@ -107,7 +107,7 @@ def _refuse_computed(layers: Mapping[str, nn.Module]) -> None:
         if module._parameters.get("weight") is None:
             raise UserError(
                 f"{name or 'the layer'}.weight is computed from other tensors (weight norm, a parametrization, a mask "
-                "of torch.nn.utils.prune). Make it plain again, or say with select= which parameters are meant."
+                "of torch.nn.utils.prune). Make it plain again, or say with parameters= which parameters are meant."
             )
 
 

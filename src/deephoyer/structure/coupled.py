@@ -61,8 +61,8 @@ class Coupled(Grouping):
         if not units:
             raise UserError(
                 "coupled: no channel of this model can be removed; `Coupled.sets` says why. "
-                "With select=, all layers that a channel runs through must be selected; and it must be made from this "
-                "very model, not from a copy."
+                "With parameters=, all layers that a channel runs through must be among them; and it must be made from "
+                "this very model, not from a copy."
             )
         return units
 
