@@ -100,13 +100,41 @@ def test_a_new_process_computes_the_same(tmp_path):
     assert json.loads(out.stdout) == model(x).double().flatten().tolist(), out.stderr
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_other_kinds_of_numbers_come_back_too(tmp_path, dtype):
+def test_halves_are_widened_exactly_and_nothing_is_narrowed(tmp_path):
+    model = sparse("lenet-5", 0.05)
+    for p in model.parameters():
+        p.data = p.data.half() if p.dim() > 1 else p.data
+    save(model, tmp_path / "half.safetensors")
+    back = load(tmp_path / "half.safetensors", model=make("lenet-5"))
+    assert all(p.dtype == torch.float32 for p in back.parameters())
+    assert all(torch.equal(p, q.float()) for p, q in zip(back.parameters(), model.parameters(), strict=True))
+    save(make("lenet-5"), tmp_path / "whole.safetensors")
+    with pytest.raises(UserError, match=r"float32 in the file, torch\.float16"):
+        load(tmp_path / "whole.safetensors", model=make("lenet-5").half())
+
+
+def test_the_same_network_is_the_same_bytes_in_every_process(tmp_path):
+    code = (
+        "import sys, torch, deephoyer as dh; torch.manual_seed(0); net = torch.nn.Linear(3, 2); "
+        "[dh.save(net, f'{sys.argv[1]}{i}', provenance={'b': 1, 'a': {'d': 2, 'c': 3}}) for i in range(4)]"
+    )
+    for seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        subprocess.run([sys.executable, "-c", code, tmp_path / seed], env=environment, check=True)
+    written = [path.read_bytes() for path in tmp_path.iterdir()]
+    assert len(written) == 8 and len(set(written)) == 1
+
+
+@pytest.mark.parametrize(
+    ("dtype", "other"),
+    [(torch.float16, torch.bfloat16), (torch.bfloat16, torch.float16), (torch.float64, torch.float32)],
+)
+def test_other_kinds_of_numbers_come_back_too(tmp_path, dtype, other):
     model = sparse("lenet-5", 0.05).to(dtype)
     save(model, tmp_path / "a.safetensors")
     assert same(load(tmp_path / "a.safetensors", model=make("lenet-5").to(dtype)), model)
-    with pytest.raises(UserError, match=r"conv1.weight is torch\.\w+ in the file, torch.float32"):
-        load(tmp_path / "a.safetensors", model=make("lenet-5"))
+    with pytest.raises(UserError, match=r"conv1.weight is torch\.\w+ in the file, torch\.\w+ in it"):
+        load(tmp_path / "a.safetensors", model=make("lenet-5").to(other))
 
 
 def test_tied_weights_are_stored_once(tmp_path):

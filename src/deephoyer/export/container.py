@@ -33,8 +33,9 @@ def seal(tensors: dict[str, Tensor], manifest: dict[str, Any]) -> bytes:
 
 def rewrite(header: dict[str, Any], body: bytes) -> bytes:
     """The file's bytes, with the digest of this header and body in the header."""
-    header["__metadata__"]["digest"] = _digest(header, body)
-    text = json.dumps(header, separators=(",", ":")).encode()
+    metadata = {**header["__metadata__"], "digest": _digest(header, body)}
+    # The library gives metadata in another order in each process; the same network must be the same bytes.
+    text = json.dumps({**header, "__metadata__": metadata}, sort_keys=True, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # tensors start at a multiple of eight
     return len(text).to_bytes(_LENGTH, "little") + text + body
 

@@ -23,6 +23,11 @@ DTYPES = (
     torch.float64, torch.float32, torch.float16, torch.bfloat16,
     torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
 )  # fmt: skip
+WIDER = {
+    (torch.float16, torch.float32), (torch.bfloat16, torch.float32), (torch.float16, torch.float64),
+    (torch.bfloat16, torch.float64), (torch.float32, torch.float64),
+}  # fmt: skip
+"""What a file holds and what a model has, where every number of the first is one of the second."""
 
 
 def same_tensors(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -65,17 +70,18 @@ def pack(name: str, tensor: Tensor) -> tuple[dict[str, Tensor], Packed | None]:
 
 
 def unpack(path: Path, name: str, like: Tensor, form: Packed | None, tensors: Mapping[str, Tensor]) -> Tensor:
-    """The tensor again; it must have the shape and type of `like`, the model's own."""
+    """The tensor again, in the shape and type of `like`, the model's own; a narrower float type is widened, exactly."""
     if form is not None and form.holds != "values":
         return _unpack_index(path, name, like, form, tensors[f"{name}:where"])
     stored = tensors[name] if form is None else tensors[f"{name}:values"]
     shape = tuple(stored.shape) if form is None else tuple(form.shape)
     if shape != tuple(like.shape):
         raise UserError(f"{path} does not fit the model: {name} is {_by(shape)} in the file, {_by(like.shape)} in it.")
-    if stored.dtype != like.dtype:
+    if stored.dtype != like.dtype and (stored.dtype, like.dtype) not in WIDER:
         raise UserError(f"{path} does not fit the model: {name} is {stored.dtype} in the file, {like.dtype} in it.")
     if stored.dtype == torch.bool and (stored.view(torch.uint8) > 1).any():
         raise UserError(f"{path} is damaged: {name} has values that are neither true nor false.")
+    stored = stored.to(like.dtype)
     if form is None:
         return stored
     pattern = _pattern(path, name, form.form, tensors[f"{name}:where"], like.shape)
