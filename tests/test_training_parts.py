@@ -1,8 +1,6 @@
 """The parts of the loop: batches, rates, sweeps."""
 
-import json
 import os
-import sys
 from contextlib import nullcontext
 
 import pytest
@@ -10,9 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import deephoyer as dh
 from deephoyer.lab import data
-from deephoyer.lab import search as sweep
 from deephoyer.lab.runs import checkpoint
 from deephoyer.lab.schema import Training
 from deephoyer.lab.train import batches, gpu_sharing
@@ -108,87 +104,6 @@ def test_an_optimizer_goes_on_from_a_file_captured_or_not_and_in_any_memory_form
 
     whole = trained([False], 6)
     torch.testing.assert_close(trained(kinds, 3), whole)
-
-
-QUICK = [
-    "data={name: mnist, limit: 300}",
-    "device=cpu",
-    "regularize.epochs=1",
-    "finetune.epochs=1",
-    "pretrain.epochs=1",
-]
-
-
-def test_a_sweep_runs_every_member_and_one_that_fails_leaves_the_others_alone(tmp_path):
-    team = sweep.members("demo", QUICK, ["prune.value=0.1,1e9"], tmp_path)
-    sweep.run_all("demo", QUICK, team, 2, None)
-    good, bad = team
-    assert good.status == 0 and good.result()["accuracy"]["finetuned"] > 0
-    assert bad.status == 2 and "would leave nothing of" in bad.line()
-    assert sweep.result_table(team).row_count == 2
-    before = (good.folder / "summary.json").stat().st_mtime_ns
-    again = sweep.members("demo", QUICK, ["prune.value=0.1"], tmp_path)
-    sweep.run_all("demo", QUICK, again, 1, None)
-    assert (good.folder / "summary.json").stat().st_mtime_ns == before
-    assert json.loads((good.folder / "summary.json").read_text()) == again[0].result()
-
-
-PATIENT = """
-import pathlib, signal, sys, time
-mine = pathlib.Path(sys.argv[-1])
-def told(*_):
-    (mine / "told").touch()
-    end = time.monotonic() + 10
-    while len(list(mine.parent.glob("*/told"))) < 2 and time.monotonic() < end:
-        time.sleep(0.02)
-    sys.exit(time.monotonic() >= end)
-signal.signal(signal.SIGINT, told)
-(mine / "ready").touch()
-time.sleep(60)
-"""
-
-
-def test_ctrl_c_is_told_to_all_members_before_any_is_waited_for(tmp_path):
-    class Show:
-        def update(self, table):
-            if len(list(tmp_path.glob("*/ready"))) == 2:
-                raise KeyboardInterrupt
-
-    team = [sweep.Member([], tmp_path / name) for name in "ab"]
-    with pytest.raises(KeyboardInterrupt):
-        sweep._conduct([sys.executable, "-c", PATIENT], dict(os.environ), team, 2, Show())
-    assert [m.process.returncode for m in team] == [0, 0]
-
-
-STRUCK = """
-import pathlib, sys, time
-mine = pathlib.Path(sys.argv[-1])
-tries = len(list(mine.glob("try*")))
-(mine / f"try{tries}").touch()
-(mine / "here").touch()
-company = len(list(mine.parent.glob("*/here"))) > 1
-time.sleep(0.5)
-(mine / "here").unlink()
-if mine.name == "killed":
-    sys.exit(3)
-if mine.name == "broken" or company or not tries:
-    sys.exit("torch.AcceleratorError: CUDA error: unspecified launch failure")
-"""
-
-
-def test_members_that_another_struck_down_go_on_alone_once_all_have_left_the_gpu(tmp_path):
-    team = [sweep.Member([], tmp_path / name) for name in ("killed", "struck", "broken", "struck too")]
-    sweep._conduct([sys.executable, "-c", STRUCK], dict(os.environ), team, 4, None)
-    assert [m.status for m in team] == [3, 0, 1, 0]
-    assert [len(list(m.folder.glob("try*"))) for m in team] == [1, 2, 2, 2]
-    assert "launch failure" in team[1].folder.joinpath("log.txt").read_text(), "the first failure can still be read"
-
-
-@pytest.mark.parametrize("axis", ["seed", "seed=", "=1", "seed=1,1", "seed=one", "sed=1"])
-def test_a_grid_that_makes_no_sense_is_refused_before_anything_runs(tmp_path, axis):
-    with pytest.raises(dh.UserError):
-        sweep.members("demo", QUICK, [axis], tmp_path)
-    assert not list(tmp_path.iterdir())
 
 
 CONTROL = """#!/bin/sh

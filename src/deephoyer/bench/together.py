@@ -16,7 +16,7 @@ from typing import Any
 
 from deephoyer.bench.epochs import recipe
 from deephoyer.errors import UserError
-from deephoyer.lab import search as sweep
+from deephoyer.lab import sweep
 
 
 def together(
@@ -50,7 +50,7 @@ def _sweep(file: Path, changes: Sequence[str], count: int, mps: bool, notes: lis
     seconds: list[float] = []
     for member in team:
         if member.status != 0:
-            raise UserError(f"bench: a run of the sweep failed: {member.last_words()}")
+            raise UserError(f"bench: a run of the sweep failed: {member.log_tail()}")
         lines = (member.folder / "metrics.jsonl").read_text().splitlines()
         seconds += [json.loads(line)["seconds"] for line in lines[1:]]
     return statistics.median(seconds), wall

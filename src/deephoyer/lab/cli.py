@@ -16,6 +16,8 @@ from rich.table import Table
 from deephoyer import __version__
 from deephoyer.bench.commands import bench
 from deephoyer.errors import UserError, unknown
+from deephoyer.lab import search_commands
+from deephoyer.lab.processes import end_with_parent
 from deephoyer.lab.report import commands
 
 app = typer.Typer(
@@ -86,39 +88,6 @@ def run(
         _complain(f"interrupted. The same command goes on from the last checkpoint in {place}.")
         raise typer.Exit(130) from None
     _show(finish(job), place)
-
-
-@app.command()
-def sweep(
-    recipe: Annotated[str, typer.Argument(help="a recipe's name, or a YAML file of your own")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help="for every run")] = None,
-    grid: Annotated[list[str] | None, typer.Option("--grid", help="key=value,value,… ; several multiply")] = None,
-    jobs: Annotated[int, typer.Option("--jobs", min=0, help="runs at once; 0 chooses")] = 0,
-    mps: Annotated[bool, typer.Option("--mps/--no-mps", help="share a GPU through NVIDIA's MPS where it is")] = True,
-    folder: Annotated[Path, typer.Option("--out", help="where the runs' folders go")] = Path("runs"),
-) -> None:
-    """Runs a recipe once for every combination of a grid, several at once; what is done is not done again."""
-    from rich.live import Live
-
-    from deephoyer.lab import search as sweeps
-
-    changes = overrides or []
-    team = sweeps.members(recipe, changes, grid or [], folder)
-    at_once = jobs or sweeps.default_jobs()
-    try:
-        if out.is_terminal:
-            with Live(console=out, refresh_per_second=4) as live:
-                sweeps.run_all(recipe, changes, team, at_once, live, mps=mps, say=_complain)
-        else:
-            sweeps.run_all(recipe, changes, team, at_once, None, mps=mps, say=_complain)
-    except KeyboardInterrupt:
-        _complain("interrupted. The same command goes on from the last checkpoints.")
-        raise typer.Exit(130) from None
-    out.print(sweeps.result_table(team), highlight=False)
-    failed = [m for m in team if m.status != 0]
-    if failed:
-        _complain(f"{len(failed)} of {len(team)} runs failed; the first: {failed[0].folder / 'log.txt'}")
-        raise typer.Exit(1)
 
 
 @app.command()
@@ -220,7 +189,15 @@ def summary(
     out.print(measure(network, example, baseline=other), highlight=False)
 
 
-for _command in (commands.publish, commands.verify, commands.table, commands.figure, bench):
+for _command in (
+    search_commands.sweep,
+    search_commands.search,
+    commands.publish,
+    commands.verify,
+    commands.table,
+    commands.figure,
+    bench,
+):
     app.command()(_command)
 
 
@@ -259,6 +236,7 @@ def _complain(text: str) -> None:
 
 def main() -> None:
     """The entry point: errors that are the user's to mend become a line and status 2."""
+    end_with_parent()
     try:
         status = app(standalone_mode=False)
     except UserError as why:

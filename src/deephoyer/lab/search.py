@@ -1,218 +1,330 @@
-"""Many runs of one recipe at once: a grid of overrides, a process a run, a table at the end.
+"""A search for good settings, on Optuna: each trial is an ordinary run, several workers share one study.
 
-Each member is an ordinary `deephoyer run` in a folder of its own, so it can be resumed, shown and verified like
-any other, and one that fails leaves the others alone. Several processes share one GPU (`gpu_sharing.py`); one that is
-killed there may strike the others down, which then go on by themselves from their last checkpoints.
+A worker asks the study for settings, runs them in a folder of their own, and tells what came out. Workers on one
+machine or on many meet in the study's storage: a journal file by default (on a shared disk it serves several machines),
+or any other of Optuna's by its URL, such as PostgreSQL. While a trial runs, its worker says so from time to time; a
+trial whose worker has fallen silent is taken up by another, from its last checkpoint where the folder is shared.
+
+`accuracy` is what the recipe's epochs are selected by: held-out images unless the recipe says otherwise.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
-import signal
-import subprocess
-import sys
+import re
+import socket
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-import torch
-from rich.live import Live
-from rich.table import Table
-
-from deephoyer.errors import UserError
+from deephoyer.errors import UserError, unknown
 from deephoyer.files import folder_at
 from deephoyer.lab import recipe as recipes
-from deephoyer.lab.train import gpu_sharing
-from deephoyer.lab.train.progress import describe
+from deephoyer.lab.processes import Member
 
-GPU_TROUBLES = ("CUDA error", "CUDA driver error", "Triton Error [CUDA]", "cuDNN error")
+SILENT_AFTER = 120.0
+"""Seconds without a sign of life after which a trial's worker is taken for dead."""
+RETRIES = 3
+"""How often a trial is taken up again before it counts as failed."""
 
-
-@dataclass
-class Member:
-    """One run of the sweep."""
-
-    overrides: list[str]
-    folder: Path
-    process: subprocess.Popen[bytes] | None = None
-    log: IO[bytes] | None = None
-    status: int | None = None
-    again: bool = False
-
-    @property
-    def title(self) -> str:
-        return " ".join(self.overrides) or "as it is"
-
-    def line(self) -> str:
-        """What it is doing now."""
-        if self.status is not None:
-            return "done" if self.status == 0 else f"failed: {self.last_words()}"
-        if self.process is None:
-            return "waits"
-        last = _last_line(self.folder / "metrics.jsonl")
-        if not last:
-            return "starts"
-        try:
-            metrics = json.loads(last)
-            return f"{metrics['stage']} {metrics['epoch']}: {describe(metrics)}"
-        except (ValueError, KeyError):
-            return "runs"
-
-    def last_words(self) -> str:
-        return _last_line(self.folder / "log.txt") or f"exit status {self.status}"
-
-    @property
-    def busy(self) -> bool:
-        return self.process is not None and self.status is None
-
-    def struck_down(self) -> bool:
-        """Whether it failed on the GPU, for the first time: the fault may have been another's."""
-        ended = self.status in (1, -signal.SIGABRT)  # told by Python, or by what lies under it
-        words = _text(self.folder / "log.txt")
-        return ended and not self.again and any(trouble in words for trouble in GPU_TROUBLES)
-
-    def once_more(self) -> Member:
-        self.process, self.status, self.again = None, None, True
-        return self
-
-    def result(self) -> dict[str, Any] | None:
-        path = self.folder / "summary.json"
-        return json.loads(path.read_text(encoding="utf-8")) if self.status == 0 and path.exists() else None
+MEASURES: dict[str, Callable[[Path, dict[str, Any]], float]] = {
+    "accuracy": lambda folder, summary: _selected_accuracy(folder, summary),
+    "nonzeros": lambda folder, summary: summary["sparse"]["total"]["nonzeros"],
+    "macs": lambda folder, summary: _compacted(summary)["macs_there"],
+    "parameters": lambda folder, summary: _compacted(summary)["parameters"],
+    "seconds": lambda folder, summary: sum(summary["seconds"].values()),
+}
+"""What can be maximized or minimized, from a finished run's folder and summary."""
 
 
-def members(recipe: str, overrides: Sequence[str], grid: Iterable[str], folder: Path) -> list[Member]:
-    """Every combination of the grid's values, each checked before anything starts.
+@dataclass(frozen=True)
+class Axis:
+    """One key and what it may be: values, or a range on a plain or a logarithmic scale.
 
-    >>> [m.title for m in members("demo", [], ["seed=0,1"], Path("runs"))]
-    ['seed=0', 'seed=1']
+    >>> Axis.read("regularize.strength=1e-5..1e-2:log")
+    Axis(key='regularize.strength', low=1e-05, high=0.01, log=True, whole=False, values=())
+    >>> Axis.read("regularize.penalty=l1,hoyer-square").values
+    ('l1', 'hoyer-square')
     """
-    axes = []
-    for axis in grid:
-        key, equals, values = axis.partition("=")
-        if not equals or not key or not values:
-            raise UserError(f"--grid {axis!r}: write key=value,value,… like regularize.strength=1e-4,2e-4.")
-        axes.append([f"{key}={value}" for value in values.split(",")])
-    made = []
-    for chosen in itertools.product(*axes):
-        every = [*overrides, *chosen]
-        recipes.read(recipe, every)
-        made.append(Member(list(chosen), folder / recipes.folder_name(recipe, every)))
-    if len({m.folder for m in made}) < len(made):
-        raise UserError("--grid: a value stands twice.")
+
+    key: str
+    low: float = 0.0
+    high: float = 0.0
+    log: bool = False
+    whole: bool = False
+    values: tuple[str, ...] = ()
+
+    @classmethod
+    def read(cls, text: str) -> Axis:
+        key, _, domain = text.partition("=")
+        if not key or not domain:
+            raise UserError(f"--vary {text!r}: write key=low..high, key=low..high:log or key=value,value,…")
+        found = re.fullmatch(r"([^.:,]+(?:\.\d+)?(?:e[-+]?\d+)?)\.\.([^:,]+)(:log)?", domain, re.IGNORECASE)
+        if found is None:
+            values = tuple(domain.split(","))
+            if len(set(values)) < max(2, len(values)):
+                raise UserError(f"--vary {text!r}: give at least two different values, or a range like 1e-4..1e-2:log.")
+            return cls(key, values=values)
+        try:
+            low, high = float(found[1]), float(found[2])
+        except ValueError:
+            raise UserError(f"--vary {text!r}: {found[1]} and {found[2]} are not both numbers.") from None
+        log = found[3] is not None
+        if not low < high or (log and low <= 0):
+            raise UserError(
+                f"--vary {text!r}: a range goes from a smaller to a larger number, above 0 where it is :log."
+            )
+        whole = all(re.fullmatch(r"[-+]?\d+", end) for end in (found[1], found[2]))
+        return cls(key, low, high, log, whole)
+
+    def ends(self) -> list[str]:
+        """Values to try the recipe with before anything starts."""
+        return list(self.values) or [self._text(self.low), self._text(self.high)]
+
+    def suggest(self, trial: Any) -> str:
+        """The override that a trial takes."""
+        if self.values:
+            return f"{self.key}={trial.suggest_categorical(self.key, list(self.values))}"
+        if self.whole:
+            return f"{self.key}={trial.suggest_int(self.key, int(self.low), int(self.high), log=self.log)}"
+        return f"{self.key}={self._text(trial.suggest_float(self.key, self.low, self.high, log=self.log))}"
+
+    def _text(self, value: float) -> str:
+        """Four digits say it; the run's words stay readable."""
+        return str(int(value)) if self.whole else f"{value:.4g}"
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A measure and whether more of it is better."""
+
+    measure: str
+    maximize: bool
+
+    def __str__(self) -> str:
+        return f"{'maximize' if self.maximize else 'minimize'} {self.measure}"
+
+
+def goals(maximize: Sequence[str], minimize: Sequence[str]) -> list[Goal]:
+    """What to look for, checked."""
+    made = [Goal(m, True) for m in maximize] + [Goal(m, False) for m in minimize]
+    for goal in made:
+        if goal.measure not in MEASURES:
+            raise unknown("measure", goal.measure, MEASURES)
+    if not made or len({goal.measure for goal in made}) < len(made):
+        raise UserError("say once what to look for, like --maximize accuracy --minimize macs.")
     return made
 
 
-def run_all(
-    recipe: str,
-    overrides: Sequence[str],
-    team: Sequence[Member],
-    jobs: int,
-    show: Live | None,
-    *,
-    mps: bool = True,
-    say: Callable[[str], None] = print,
-    module: str = "deephoyer",
-) -> None:
-    """Runs the members, `jobs` at a time, through `python -m module`. On Ctrl-C they are stopped too; the same
-    sweep goes on later. Without `mps`, members on one GPU take turns."""
-    with ExitStack() as stack:
-        environment = dict(os.environ)
-        devices = [recipes.read(recipe, [*overrides, *m.overrides]).device for m in team]
-        crowd = gpu_sharing.crowd(devices, jobs)
-        if crowd > 1:
-            environment |= gpu_sharing.quiet_threads()
-            environment |= stack.enter_context(gpu_sharing.mps(say, crowd)) if mps else {}
-        _conduct([sys.executable, "-m", module, "run", recipe, *overrides], environment, team, jobs, show)
+class Search:
+    """One worker's view of a study; a queue of trials for `processes.conduct`."""
 
+    def __init__(
+        self,
+        recipe: str,
+        overrides: Sequence[str],
+        axes: Sequence[Axis],
+        aims: Sequence[Goal],
+        trials: int,
+        folder: Path,
+        storage: str | None = None,
+        seed: int = 0,
+        silent_after: float = SILENT_AFTER,
+    ):
+        if len({axis.key for axis in axes}) < max(1, len(axes)):
+            raise UserError("--vary: give at least one key, each once.")
+        self.recipe, self.overrides, self.axes, self.aims = recipe, list(overrides), list(axes), list(aims)
+        self.trials, self.folder, self.silent_after = trials, folder, silent_after
+        for axis in axes:  # a slip shows before anything starts
+            for value in axis.ends():
+                self._read([f"{axis.key}={value}"])
+        self.study = self._open(storage, seed)
+        self._signs = 0.0
 
-def _conduct(
-    words: list[str], environment: dict[str, str], team: Sequence[Member], jobs: int, show: Live | None
-) -> None:
-    waiting, struck = list(team), list[Member]()
-    try:
-        while waiting or struck or any(m.busy for m in team):
-            busy = [m for m in team if m.busy]
-            if not waiting and not busy:  # only now: the GPU's server is in order again when the last has left it
-                waiting = [struck.pop(0).once_more()]  # alone, for one of them may have been the cause
-            while waiting and len(busy) < jobs:
-                busy.append(_start(words, environment, waiting.pop(0)))
+    def _read(self, chosen: Sequence[str]) -> Any:
+        return recipes.read(self.recipe, [*self.overrides, *chosen])
+
+    def _open(self, storage: str | None, seed: int) -> Any:
+        import optuna
+        from optuna.storages import JournalStorage
+        from optuna.storages.journal import JournalFileBackend
+
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        place: Any = storage
+        if storage is None:
+            place = JournalStorage(JournalFileBackend(str(folder_at(self.folder) / "study.journal")))
+        elif "://" not in storage:
+            raise UserError(f"--storage {storage!r}: give an address like postgresql://user@host/database.")
+        says = {
+            "recipe": self.recipe,
+            "overrides": self.overrides,
+            "vary": [repr(axis) for axis in self.axes],
+            "goals": [str(aim) for aim in self.aims],
+        }
+        try:
+            study = optuna.create_study(
+                storage=place,
+                # Workers must not draw the same settings: each has its own stream.
+                sampler=optuna.samplers.TPESampler(seed=seed + os.getpid(), multivariate=len(self.axes) > 1),
+                study_name=self.folder.name,
+                directions=["maximize" if aim.maximize else "minimize" for aim in self.aims],
+                load_if_exists=True,
+            )
+        except Exception as why:  # each storage has errors of its own
+            raise UserError(f"the study {self.folder.name} can't be opened: {_first_line(why)}.") from None
+        found = study.user_attrs.get("search")
+        if found is None:
+            study.set_user_attr("search", says)
+        elif found != says:
+            other = next(key for key in says if found.get(key) != says[key])
+            raise UserError(
+                f"{self.folder}: holds another search: its {other} is {found.get(other)}, now {says[other]}. "
+                "Give another folder with --out."
+            )
+        return study
+
+    def device(self) -> str:
+        return self._read([f"{axis.key}={axis.ends()[0]}" for axis in self.axes]).device
+
+    # The queue
+
+    def next(self) -> Member | None:
+        self._take_up_silent()
+        if not self._room():
+            return None
+        trial = self.study.ask()
+        if self._surplus(trial.number):
+            self._close(trial.number, "surplus")
+            return None
+        chosen = [axis.suggest(trial) for axis in self.axes]
+        trial.set_user_attr("overrides", chosen)
+        trial.set_user_attr("worker", f"{socket.gethostname()}:{os.getpid()}")
+        self._sign(trial.number)
+        folder = self.folder / recipes.folder_name(self.recipe, [*self.overrides, *chosen])
+        return Member(chosen, folder, about={"trial": trial.number})
+
+    def open(self) -> bool:
+        """Whether this worker has, or may yet get, something to do: others' trials may fall to it."""
+        return any(trial.state.name in ("RUNNING", "WAITING") for trial in self._all()) or self._room()
+
+    def ended(self, member: Member) -> None:
+        import optuna
+
+        number = member.about["trial"]
+        summary = member.result()
+        if summary is None:
+            self._note(number, "why", member.log_tail())
+            self.study.tell(number, state=optuna.trial.TrialState.FAIL, skip_if_finished=True)
+            return
+        values = [float(MEASURES[aim.measure](member.folder, summary)) for aim in self.aims]
+        self.study.tell(number, values, skip_if_finished=True)
+
+    def interrupted(self, member: Member) -> None:
+        self._requeue(member.about["trial"])
+
+    def tick(self, busy: Sequence[Member]) -> None:
+        """Says that the trials of this worker are alive."""
+        if time.monotonic() - self._signs > min(20.0, self.silent_after / 4):
+            self._signs = time.monotonic()
             for member in busy:
-                assert member.process is not None and member.log is not None
-                member.status = member.process.poll()
-                if member.status is not None:
-                    member.log.close()
-                    struck += [member] if jobs > 1 and member.struck_down() else []
-            if show is not None:
-                show.update(progress_table(team))
-            time.sleep(0.2)
-    except BaseException:  # Ctrl-C most of all
-        running = [m.process for m in team if m.process is not None and m.process.poll() is None]
-        for process in running:  # all before any is waited for: a second Ctrl-C must not leave some running
-            process.send_signal(signal.SIGINT)
-        for process in running:
-            process.wait()
-        raise
+                self._sign(member.about["trial"])
+
+    # Trials
+
+    def _all(self) -> list[Any]:
+        return list(self.study.get_trials(deepcopy=False))
+
+    def _counted(self) -> list[Any]:
+        """Trials that count towards the number asked for: those given up for another are counted with that one."""
+        return [t for t in self._all() if "given_up" not in t.user_attrs]
+
+    def _room(self) -> bool:
+        counted = self._counted()
+        return len(counted) < self.trials or any(t.state.name == "WAITING" for t in counted)
+
+    def _surplus(self, number: int) -> bool:
+        """Whether two workers asked at the same time for the last trial, and this is the later one."""
+        return sum(t.number < number for t in self._counted()) >= self.trials
+
+    def _note(self, number: int, key: str, value: Any) -> None:
+        """Optuna lets only the trial's own handle write; this makes one for a trial of any worker."""
+        import optuna
+
+        number_in_storage = next(t._trial_id for t in self._all() if t.number == number)
+        optuna.trial.Trial(self.study, number_in_storage).set_user_attr(key, value)
+
+    def _sign(self, number: int) -> None:
+        self._note(number, "alive", time.time())
+
+    def _take_up_silent(self) -> None:
+        for trial in self._all():
+            if trial.state.name == "RUNNING":
+                began = trial.datetime_start.timestamp() if trial.datetime_start else 0.0
+                if time.time() - trial.user_attrs.get("alive", began) > self.silent_after:
+                    self._requeue(trial.number)
+
+    def _requeue(self, number: int) -> None:
+        """Ends the trial and puts its settings back; of several workers that try, one succeeds."""
+        trial = next(t for t in self._all() if t.number == number)
+        tries = trial.user_attrs.get("tries", 1)
+        if not self._close(number, "retried" if tries <= RETRIES else None):
+            return
+        if tries <= RETRIES and trial.params:
+            self.study.enqueue_trial(trial.params, user_attrs={"tries": tries + 1, "retry_of": number})
+
+    def _close(self, number: int, given_up: str | None) -> bool:
+        """Ends a running trial without a value; False where another worker was first."""
+        from optuna.trial import TrialState
+
+        try:
+            if given_up:
+                self._note(number, "given_up", given_up)
+            self.study.tell(number, state=TrialState.FAIL)
+        except (ValueError, RuntimeError):  # it ended meanwhile
+            return False
+        return True
+
+    # What came out
+
+    def rows(self) -> list[tuple[list[str], list[float], bool]]:
+        """Finished trials with their values, and whether no other is better in everything; the best of the first
+        goal on top."""
+        best = {t.number for t in self.study.best_trials} if self.done() else set()
+        finished = [t for t in self._all() if t.state.name == "COMPLETE"]
+        finished.sort(key=lambda t: (-1 if self.aims[0].maximize else 1) * t.values[0])
+        return [(t.user_attrs["overrides"], list(t.values), t.number in best) for t in finished]
+
+    def done(self) -> int:
+        return sum(t.state.name == "COMPLETE" for t in self._all())
+
+    def failures(self) -> list[tuple[list[str], str]]:
+        """Settings whose run failed, and why."""
+        failed = [t for t in self._counted() if t.state.name == "FAIL"]
+        return [(t.user_attrs.get("overrides", []), t.user_attrs.get("why", "its worker died")) for t in failed]
 
 
-def _start(words: list[str], environment: dict[str, str], member: Member) -> Member:
-    member.log = open(folder_at(member.folder) / "log.txt", "ab" if member.again else "wb")  # noqa: SIM115 (closed when the process ends)
-    member.process = subprocess.Popen(
-        [*words, *member.overrides, "--out", str(member.folder)],
-        env=environment,
-        stdout=member.log,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,  # Ctrl-C reaches the members through us, once, and not through the terminal as well
-    )
-    return member
+def study_folder(recipe: str, overrides: Sequence[str], place: Path) -> Path:
+    """Where a search keeps its study and its runs when nobody says."""
+    return place / f"search-{recipes.folder_name(recipe, overrides)}"
 
 
-def default_jobs() -> int:
-    """Small networks leave most of a GPU idle; on CPUs two trainings at once only get in each other's way."""
-    return max(1, min(16, (os.cpu_count() or 2) // 2)) if torch.cuda.is_available() else 1
+def _compacted(summary: dict[str, Any]) -> dict[str, Any]:
+    if "compact" not in summary:
+        raise UserError(f"a trial's network was not compacted: {summary.get('not_compacted')}")
+    return summary["compact"]["total"]
 
 
-def progress_table(team: Sequence[Member]) -> Table:
-    table = Table(box=None, show_header=False, padding=(0, 1))
-    for member in team:
-        table.add_row(member.title, member.line())
-    return table
+def _selected_accuracy(folder: Path, summary: dict[str, Any]) -> float:
+    """The accuracy on the images that select epochs, in the epoch that was kept of the last stage."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    stage = lines[-1]["stage"]
+    epoch = summary["selected"].get(stage, lines[-1]["epoch"])
+    kept = [line for line in lines if line["stage"] == stage and line["epoch"] == epoch][-1]
+    return kept["held_out"] if "held_out" in kept else kept["test"]
 
 
-def result_table(team: Sequence[Member]) -> Table:
-    """What came out, a row a member."""
-    table = Table(title="sweep", title_justify="left")
-    for title in ("", "nonzeros", "density", "structure", "MACs, paper's counting", "dense", "finetuned"):
-        table.add_column(title, justify="left" if not title else "right")
-    for member in team:
-        record = member.result()
-        if record is None:
-            table.add_row(member.title, member.line(), "", "", "", "", "")
-            continue
-        total, accuracy = record["sparse"]["total"], record["accuracy"]
-        table.add_row(
-            member.title,
-            f"{total['nonzeros']:,}",
-            f"{total['nonzeros'] / total['weights']:.2%}",
-            record["sparse"]["structure"] or "",
-            f"{total['macs_paper']:,}",
-            f"{accuracy['dense']:.2%}",
-            f"{accuracy['finetuned']:.2%}",
-        )
-    return table
-
-
-def _last_line(path: Path) -> str:
-    lines = _text(path).strip().splitlines()
-    return lines[-1] if lines else ""
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
+def _first_line(why: Exception) -> str:
+    return (str(why) or type(why).__name__).splitlines()[0]

@@ -1,0 +1,260 @@
+"""Runs as child processes: several at once, watched, retried after another's GPU fault, ended with their parent.
+
+Each is an ordinary `deephoyer run` in a folder of its own, so it can be resumed, shown and verified like any other,
+and one that fails leaves the others alone. Which runs there are is said by a `Queue`: a grid and a search are two.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from deephoyer.files import folder_at
+from deephoyer.lab.train.progress import describe
+
+GPU_TROUBLES = ("CUDA error", "CUDA driver error", "Triton Error [CUDA]", "cuDNN error")
+END_WITH_STDIN = "DEEPHOYER_END_WITH_STDIN"
+TOLD_EVERY = 60.0
+"""Seconds between two lines about runs that go on, where there is no terminal to show them on."""
+
+
+@dataclass
+class Member:
+    """One run: the overrides it adds, its folder, and how its process does."""
+
+    overrides: list[str]
+    folder: Path
+    process: subprocess.Popen[bytes] | None = None
+    log: IO[bytes] | None = None
+    status: int | None = None
+    retried: bool = False
+    about: dict[str, Any] = field(default_factory=dict)
+    """What its queue wants to remember of it."""
+
+    @property
+    def title(self) -> str:
+        return " ".join(self.overrides) or "as it is"
+
+    @property
+    def busy(self) -> bool:
+        return self.process is not None and self.status is None
+
+    def line(self) -> str:
+        """What it is doing now, or how it ended."""
+        if self.status is not None:
+            return "done" if self.status == 0 else f"failed: {self.log_tail()}"
+        if self.process is None:
+            return "waits"
+        last = _last_line(self.folder / "metrics.jsonl")
+        if not last:
+            return "starts"
+        try:
+            metrics = json.loads(last)
+            return f"{metrics['stage']} {metrics['epoch']}: {describe(metrics)}"
+        except (ValueError, KeyError):
+            return "runs"
+
+    def log_tail(self) -> str:
+        """Why it ended: the signal that killed it, or the last line it wrote."""
+        if self.status is not None and self.status < 0:
+            return f"killed by {signal.Signals(-self.status).name}"
+        return _last_line(self.folder / "log.txt") or f"exit status {self.status}"
+
+    def failed_on_gpu(self) -> bool:
+        """Whether it failed on the GPU, for the first time: the fault may have been another process's."""
+        ended = self.status in (1, -signal.SIGABRT)  # told by Python, or by what lies under it
+        words = _text(self.folder / "log.txt")
+        return ended and not self.retried and any(trouble in words for trouble in GPU_TROUBLES)
+
+    def again(self) -> Member:
+        self.process, self.status, self.retried = None, None, True
+        return self
+
+    def result(self) -> dict[str, Any] | None:
+        """The summary that a finished run wrote."""
+        path = self.folder / "summary.json"
+        return json.loads(path.read_text(encoding="utf-8")) if self.status == 0 and path.exists() else None
+
+
+class Queue(Protocol):
+    """Where members come from and where their ends are told."""
+
+    def next(self) -> Member | None:
+        """The next member to start; None while there is none."""
+
+    def open(self) -> bool:
+        """Whether `next` may still give one, now or later."""
+
+    def ended(self, member: Member) -> None:
+        """It has ended, for good."""
+
+    def interrupted(self, member: Member) -> None:
+        """It was stopped with its parent; the same command goes on with it later."""
+
+    def tick(self, busy: Sequence[Member]) -> None:
+        """Called several times a second, with what is running."""
+
+
+class Listed:
+    """A queue of members that are all known from the start."""
+
+    def __init__(self, members: Sequence[Member]):
+        self.members, self._waiting = members, list(members)
+
+    def next(self) -> Member | None:
+        return self._waiting.pop(0) if self._waiting else None
+
+    def open(self) -> bool:
+        return bool(self._waiting)
+
+    def ended(self, member: Member) -> None:
+        pass
+
+    def interrupted(self, member: Member) -> None:
+        pass
+
+    def tick(self, busy: Sequence[Member]) -> None:
+        pass
+
+
+def conduct(
+    words: list[str],
+    environment: dict[str, str],
+    queue: Queue,
+    jobs: int,
+    show: Callable[[Sequence[Member]], None] | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> None:
+    """Runs what the queue gives, `jobs` at a time, as `words` + overrides + `--out FOLDER`.
+
+    Ctrl-C and SIGTERM stop the children first; they also end by themselves if this process is killed outright.
+    """
+    busy, faulted = list[Member](), list[Member]()
+    told = time.monotonic()
+    with _sigterm_raises():
+        try:
+            while queue.open() or busy or faulted:
+                while len(busy) < jobs and (member := queue.next()) is not None:
+                    busy.append(_start(words, environment, member))
+                    say(f"starts: {member.title}")
+                if faulted and not busy and not queue.open():
+                    # Only now: a GPU's server is in order again when the last process has left it. Alone, for one
+                    # of them may have been the cause.
+                    busy.append(_start(words, environment, faulted.pop(0).again()))
+                for member in list(busy):
+                    if not _poll(member):
+                        continue
+                    busy.remove(member)
+                    if jobs > 1 and member.failed_on_gpu():
+                        faulted.append(member)
+                        say(f"failed on the GPU, retried later: {member.title}")
+                    else:
+                        queue.ended(member)
+                        say(f"{member.line()}: {member.title}")
+                queue.tick(busy)
+                if show is not None:
+                    show(busy)
+                elif time.monotonic() - told > TOLD_EVERY:
+                    told = time.monotonic()
+                    for member in busy:
+                        say(f"{member.title}: {member.line()}")
+                time.sleep(0.2)
+        except BaseException:  # Ctrl-C most of all
+            _stop(busy)
+            for member in [*busy, *faulted]:
+                queue.interrupted(member)
+            raise
+
+
+def _start(words: list[str], environment: dict[str, str], member: Member) -> Member:
+    member.log = open(folder_at(member.folder) / "log.txt", "ab" if member.retried else "wb")  # noqa: SIM115 (closed when the process ends)
+    member.process = subprocess.Popen(
+        [*words, *member.overrides, "--out", str(member.folder)],
+        env=environment | {END_WITH_STDIN: "1"},
+        stdin=subprocess.PIPE,  # closes when this process is gone, however that came
+        stdout=member.log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,  # Ctrl-C reaches the members through us, once, and not through the terminal as well
+    )
+    return member
+
+
+def _poll(member: Member) -> bool:
+    """Whether its process has ended; its log is closed then."""
+    assert member.process is not None and member.log is not None
+    member.status = member.process.poll()
+    if member.status is None:
+        return False
+    member.log.close()
+    if member.process.stdin is not None:
+        member.process.stdin.close()
+    return True
+
+
+def _stop(busy: Sequence[Member]) -> None:
+    """All are told before any is waited for: a second Ctrl-C must not leave some running."""
+    running = [m.process for m in busy if m.process is not None and m.process.poll() is None]
+    for process in running:
+        process.send_signal(signal.SIGINT)
+    for process in running:
+        process.wait()
+
+
+@contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """SIGTERM ends the parent as Ctrl-C does: children stopped first. Only the main thread can listen to signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def terminated(*_: object) -> None:
+        raise SystemExit(128 + signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, terminated)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def end_with_parent() -> None:
+    """In a child: when its standard input closes, the parent is gone, and this process ends as by Ctrl-C."""
+    if os.environ.get(END_WITH_STDIN) != "1":
+        return
+
+    def watch() -> None:
+        try:
+            while os.read(0, 1):
+                pass
+        except OSError:
+            pass
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def run_words(module: str, recipe: str, overrides: Sequence[str]) -> list[str]:
+    """The command of a member, but for its own overrides and its folder."""
+    return [sys.executable, "-m", module, "run", recipe, *overrides]
+
+
+def _last_line(path: Path) -> str:
+    lines = _text(path).strip().splitlines()
+    return lines[-1] if lines else ""
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

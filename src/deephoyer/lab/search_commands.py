@@ -1,0 +1,131 @@
+"""The commands for many runs: sweep and search. `cli.py` hooks them in; the work is in `sweep.py` and `search.py`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+out = Console() if sys.stdout.isatty() else Console(width=160)
+errors = Console(stderr=True, soft_wrap=True)
+
+RecipeName = Annotated[str, typer.Argument(help="a recipe's name, or a YAML file of your own")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help="for every run")]
+Jobs = Annotated[int, typer.Option("--jobs", min=0, help="runs at once; 0 chooses")]
+Mps = Annotated[bool, typer.Option("--mps/--no-mps", help="share a GPU through NVIDIA's MPS where it is")]
+
+
+def sweep(
+    recipe: RecipeName,
+    overrides: Overrides = None,
+    grid: Annotated[list[str] | None, typer.Option("--grid", help="key=value,value,… ; several multiply")] = None,
+    jobs: Jobs = 0,
+    mps: Mps = True,
+    folder: Annotated[Path, typer.Option("--out", help="where the runs' folders go")] = Path("runs"),
+) -> None:
+    """Runs a recipe once for every combination of a grid, several at once; what is done is not done again."""
+    from deephoyer.lab import sweep as sweeps
+
+    changes = overrides or []
+    team = sweeps.members(recipe, changes, grid or [], folder)
+    with _told_when_interrupted(), _live() as live:
+        sweeps.run_all(recipe, changes, team, jobs or sweeps.default_jobs(), live, mps=mps, say=_say)
+    out.print(sweeps.result_table(team), highlight=False)
+    failed = [m for m in team if m.status != 0]
+    if failed:
+        _say(f"{len(failed)} of {len(team)} runs failed; the first: {failed[0].folder / 'log.txt'}")
+        raise typer.Exit(1)
+
+
+def search(
+    recipe: RecipeName,
+    overrides: Overrides = None,
+    vary: Annotated[
+        list[str] | None, typer.Option("--vary", help="key=low..high, key=low..high:log or key=value,value,…")
+    ] = None,
+    trials: Annotated[int, typer.Option("--trials", min=1, help="how many settings to try, by all workers")] = 20,
+    maximize: Annotated[list[str] | None, typer.Option("--maximize", help="accuracy")] = None,
+    minimize: Annotated[
+        list[str] | None, typer.Option("--minimize", help="nonzeros, macs, parameters or seconds")
+    ] = None,
+    jobs: Jobs = 0,
+    mps: Mps = True,
+    folder: Annotated[
+        Path | None, typer.Option("--out", help="the study's folder; on a shared disk several machines work in it")
+    ] = None,
+    storage: Annotated[
+        str | None, typer.Option("--storage", help="an Optuna storage's address instead of a file there")
+    ] = None,
+    seed: Annotated[int, typer.Option("--search-seed", min=0, help="of the sampler")] = 0,
+    silent_after: Annotated[
+        float, typer.Option("--silent-after", min=1, help="seconds until another worker's trial is taken up")
+    ] = 120.0,
+) -> None:
+    """Looks for good settings, learning from what came out; the same command goes on, or joins as another worker."""
+    from deephoyer.lab import search as searches
+    from deephoyer.lab import sweep as sweeps
+
+    changes = overrides or []
+    axes = [searches.Axis.read(text) for text in vary or []]
+    aims = searches.goals(maximize or [], minimize or [])
+    place = folder or searches.study_folder(recipe, changes, Path("runs"))
+    study = searches.Search(recipe, changes, axes, aims, trials, place, storage, seed, silent_after)
+    out.print(f"in {place}: {study.done()} of {trials} trials are done", highlight=False)
+    with _told_when_interrupted(), _live() as live:
+        at_once = jobs or sweeps.default_jobs()
+        device = study.device()
+        show = None if live is None else lambda busy: live.update(sweeps.progress_table(busy))
+        sweeps.run_queue(recipe, changes, study, at_once, [device] * at_once, show=show, mps=mps, say=_say)
+    _show(study, place)
+
+
+def _show(study: Any, place: Path) -> None:
+    """The front on top, the other trials below; a figure where there are two goals."""
+    table = Table(title=f"{study.done()} trials; ● none is better in everything", title_justify="left")
+    table.add_column("")
+    for aim in study.aims:
+        table.add_column(str(aim), justify="right")
+    table.add_column("settings")
+    rows = study.rows()
+    for chosen, values, best in sorted(rows, key=lambda row: not row[2]):
+        table.add_row("●" if best else "", *(f"{value:,.6g}" for value in values), " ".join(chosen))
+    out.print(table, highlight=False)
+    for chosen, why in study.failures():
+        _say(f"failed: {' '.join(chosen)}: {why}")
+    if len(study.aims) == 2 and rows:
+        from deephoyer.lab.report.figures.style import save
+        from deephoyer.lab.report.figures.trials import trials
+
+        drawn = save(trials([str(aim) for aim in study.aims], [(v, best) for _, v, best in rows]), place, "front")
+        out.print(f"drawn in {drawn[0]}", highlight=False)
+
+
+@contextmanager
+def _live() -> Iterator[Any]:
+    """A table that is kept up to date, on a terminal."""
+    if not out.is_terminal:
+        yield None
+        return
+    from rich.live import Live
+
+    with Live(console=out, refresh_per_second=4) as live:
+        yield live
+
+
+@contextmanager
+def _told_when_interrupted() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        _say("interrupted. The same command goes on from the last checkpoints.")
+        raise typer.Exit(130) from None
+
+
+def _say(text: str) -> None:
+    errors.print(f"deephoyer: {text}", highlight=False, markup=False)

@@ -1,0 +1,120 @@
+"""A grid of overrides: every combination is a run, several at once, a table at the end. The runs' processes are in
+`processes.py`; choosing settings by what came out before is `search.py`."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from rich.live import Live
+from rich.table import Table
+
+from deephoyer.errors import UserError
+from deephoyer.lab import recipe as recipes
+from deephoyer.lab.processes import Listed, Member, Queue, conduct, run_words
+
+
+def members(recipe: str, overrides: Sequence[str], grid: Iterable[str], folder: Path) -> list[Member]:
+    """Every combination of the grid's values, each checked before anything starts.
+
+    >>> [m.title for m in members("demo", [], ["seed=0,1"], Path("runs"))]
+    ['seed=0', 'seed=1']
+    """
+    axes = []
+    for axis in grid:
+        key, equals, values = axis.partition("=")
+        if not equals or not key or not values:
+            raise UserError(f"--grid {axis!r}: write key=value,value,… like regularize.strength=1e-4,2e-4.")
+        axes.append([f"{key}={value}" for value in values.split(",")])
+    made = []
+    for chosen in itertools.product(*axes):
+        every = [*overrides, *chosen]
+        recipes.read(recipe, every)
+        made.append(Member(list(chosen), folder / recipes.folder_name(recipe, every)))
+    if len({m.folder for m in made}) < len(made):
+        raise UserError("--grid: a value stands twice.")
+    return made
+
+
+def run_all(
+    recipe: str,
+    overrides: Sequence[str],
+    team: Sequence[Member],
+    jobs: int,
+    live: Live | None,
+    *,
+    mps: bool = True,
+    say: Callable[[str], None] = print,
+    module: str = "deephoyer",
+) -> None:
+    """Runs the members, `jobs` at a time. Without `mps`, members on one GPU take turns."""
+    devices = [recipes.read(recipe, [*overrides, *m.overrides]).device for m in team]
+    show = None if live is None else lambda _: live.update(progress_table(team))
+    run_queue(recipe, overrides, Listed(team), jobs, devices, show=show, mps=mps, say=say, module=module)
+
+
+def run_queue(
+    recipe: str,
+    overrides: Sequence[str],
+    queue: Queue,
+    jobs: int,
+    devices: list[str],
+    *,
+    show: Callable[[Sequence[Member]], None] | None = None,
+    mps: bool = True,
+    say: Callable[[str], None] = print,
+    module: str = "deephoyer",
+) -> None:
+    """Conducts a queue of runs of one recipe; several on one GPU share it."""
+    from deephoyer.lab.train import gpu_sharing
+
+    with ExitStack() as shared:
+        environment = dict(os.environ)
+        crowd = gpu_sharing.crowd(devices, jobs)
+        if crowd > 1:
+            environment |= gpu_sharing.quiet_threads()
+            environment |= shared.enter_context(gpu_sharing.mps(say, crowd)) if mps else {}
+        quiet = show is not None  # a live table says it all
+        conduct(
+            run_words(module, recipe, overrides), environment, queue, jobs, show, (lambda _: None) if quiet else say
+        )
+
+
+def default_jobs() -> int:
+    """Small networks leave most of a GPU idle; on CPUs two trainings at once only get in each other's way."""
+    import torch
+
+    return max(1, min(16, (os.cpu_count() or 2) // 2)) if torch.cuda.is_available() else 1
+
+
+def progress_table(team: Sequence[Member]) -> Table:
+    table = Table(box=None, show_header=False, padding=(0, 1))
+    for member in team:
+        table.add_row(member.title, member.line())
+    return table
+
+
+def result_table(team: Sequence[Member]) -> Table:
+    """What came out, one row per member."""
+    table = Table(title="sweep", title_justify="left")
+    for title in ("", "nonzeros", "density", "widths", "MACs, paper's counting", "dense", "finetuned"):
+        table.add_column(title, justify="left" if not title else "right")
+    for member in team:
+        record = member.result()
+        if record is None:
+            table.add_row(member.title, member.line(), "", "", "", "", "")
+            continue
+        total, accuracy = record["sparse"]["total"], record["accuracy"]
+        table.add_row(
+            member.title,
+            f"{total['nonzeros']:,}",
+            f"{total['nonzeros'] / total['weights']:.2%}",
+            record["sparse"]["structure"] or "",
+            f"{total['macs_paper']:,}",
+            f"{accuracy['dense']:.2%}",
+            f"{accuracy['finetuned']:.2%}",
+        )
+    return table

@@ -1,0 +1,237 @@
+"""Many runs: grids and searches, their processes, what is left when some of them are killed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+import deephoyer as dh
+from deephoyer.lab import sweep
+from deephoyer.lab.processes import Listed, Member, conduct
+from deephoyer.lab.search import Axis, Search, goals
+
+QUICK = [
+    "data={name: mnist, limit: 300}",
+    "device=cpu",
+    "regularize.epochs=1",
+    "finetune.epochs=1",
+    "pretrain.epochs=1",
+]
+
+
+def test_a_sweep_runs_every_member_and_one_that_fails_leaves_the_others_alone(tmp_path):
+    team = sweep.members("demo", QUICK, ["prune.value=0.1,1e9"], tmp_path)
+    sweep.run_all("demo", QUICK, team, 2, None)
+    good, bad = team
+    assert good.status == 0 and good.result()["accuracy"]["finetuned"] > 0
+    assert bad.status == 2 and "would leave nothing of" in bad.line()
+    assert sweep.result_table(team).row_count == 2
+    before = (good.folder / "summary.json").stat().st_mtime_ns
+    again = sweep.members("demo", QUICK, ["prune.value=0.1"], tmp_path)
+    sweep.run_all("demo", QUICK, again, 1, None)
+    assert (good.folder / "summary.json").stat().st_mtime_ns == before
+    assert json.loads((good.folder / "summary.json").read_text()) == again[0].result()
+
+
+PATIENT = """
+import pathlib, signal, sys, time
+mine = pathlib.Path(sys.argv[-1])
+def told(*_):
+    (mine / "told").touch()
+    end = time.monotonic() + 10
+    while len(list(mine.parent.glob("*/told"))) < 2 and time.monotonic() < end:
+        time.sleep(0.02)
+    sys.exit(time.monotonic() >= end)
+signal.signal(signal.SIGINT, told)
+(mine / "ready").touch()
+time.sleep(60)
+"""
+
+
+def test_ctrl_c_is_told_to_all_members_before_any_is_waited_for(tmp_path):
+    def show(busy):
+        if len(list(tmp_path.glob("*/ready"))) == 2:
+            raise KeyboardInterrupt
+
+    team = [Member([], tmp_path / name) for name in "ab"]
+    with pytest.raises(KeyboardInterrupt):
+        conduct([sys.executable, "-c", PATIENT], dict(os.environ), Listed(team), 2, show)
+    assert [m.process.returncode for m in team] == [0, 0]
+
+
+FAULTY = """
+import pathlib, sys, time
+mine = pathlib.Path(sys.argv[-1])
+tries = len(list(mine.glob("try*")))
+(mine / f"try{tries}").touch()
+(mine / "here").touch()
+company = len(list(mine.parent.glob("*/here"))) > 1
+time.sleep(0.5)
+(mine / "here").unlink()
+if mine.name == "killed":
+    sys.exit(3)
+if mine.name == "broken" or company or not tries:
+    sys.exit("torch.AcceleratorError: CUDA error: unspecified launch failure")
+"""
+
+
+def test_members_that_failed_through_anothers_gpu_fault_are_retried_alone_once_all_have_left_the_gpu(tmp_path):
+    team = [Member([], tmp_path / name) for name in ("killed", "faulted", "broken", "faulted too")]
+    conduct([sys.executable, "-c", FAULTY], dict(os.environ), Listed(team), 4)
+    assert [m.status for m in team] == [3, 0, 1, 0]
+    assert [len(list(m.folder.glob("try*"))) for m in team] == [1, 2, 2, 2]
+    assert "launch failure" in team[1].folder.joinpath("log.txt").read_text(), "the first failure can still be read"
+
+
+@pytest.mark.parametrize("axis", ["seed", "seed=", "=1", "seed=1,1", "seed=one", "sed=1"])
+def test_a_grid_that_makes_no_sense_is_refused_before_anything_runs(tmp_path, axis):
+    with pytest.raises(dh.UserError):
+        sweep.members("demo", QUICK, [axis], tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_member_that_was_killed_is_told_as_killed_and_by_what(tmp_path):
+    team = [Member([], tmp_path / "a")]
+    conduct([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], dict(os.environ), Listed(team), 1)
+    assert team[0].line() == "failed: killed by SIGKILL"
+
+
+PARENT = """
+import os, sys
+from pathlib import Path
+from deephoyer.lab.processes import Listed, Member, conduct
+child = "import pathlib, sys, time; from deephoyer.lab.processes import end_with_parent; end_with_parent(); "
+child += "(pathlib.Path(sys.argv[-1]) / 'ready').touch(); time.sleep(60)"
+conduct([sys.executable, "-c", child], dict(os.environ), Listed([Member([], Path(sys.argv[1]) / "child")]), 1)
+"""
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL], ids=["terminated", "killed"])
+def test_members_end_with_their_parent_however_it_ends(tmp_path, end):
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path)])
+    _until(lambda: (tmp_path / "child" / "ready").exists())
+    children = _children_of(parent.pid)
+    parent.send_signal(end)
+    parent.wait()
+    assert children
+    _until(lambda: not any(os.path.exists(f"/proc/{child}") for child in children))
+
+
+def _children_of(pid):
+    """Process numbers whose parent is `pid`, as Linux tells them."""
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                with open(f"/proc/{entry}/stat") as file:
+                    parent = file.read().rpartition(")")[2].split()[1]
+            except OSError:
+                continue
+            found += [int(entry)] if int(parent) == pid else []
+    return found
+
+
+def _until(holds, seconds=60):
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "it never came to it"
+        time.sleep(0.1)
+
+
+# Searches
+
+
+@pytest.mark.parametrize(
+    "text", ["seed", "seed=", "=1", "seed=1", "a=1,1", "a=2..1", "a=0..1:log", "a=x..y", "a=1..", "a=..2"]
+)
+def test_an_axis_that_makes_no_sense_is_refused(text):
+    with pytest.raises(dh.UserError, match="--vary"):
+        Axis.read(text)
+
+
+def test_an_axis_is_a_range_of_numbers_of_whole_numbers_or_a_list():
+    assert Axis.read("a.b=0.1..0.5") == Axis("a.b", 0.1, 0.5)
+    assert Axis.read("a=3..20") == Axis("a", 3, 20, whole=True)
+    assert Axis.read("a=1e-5..1e-2:log") == Axis("a", 1e-5, 1e-2, log=True)
+    assert Axis.read("a=x,y").values == ("x", "y")
+
+
+@pytest.mark.parametrize("chosen", [([], []), (["speed"], []), (["accuracy"], ["accuracy"])])
+def test_a_goal_must_be_a_measure_and_stand_once(chosen):
+    with pytest.raises(dh.UserError):
+        goals(*chosen)
+
+
+def _search(folder, trials, vary="regularize.strength=1e-4..1e-2:log", silent_after=2.0):
+    axes = [Axis.read(vary)]
+    return Search("demo", QUICK, axes, goals(["accuracy"], ["nonzeros"]), trials, folder, silent_after=silent_after)
+
+
+def test_a_study_of_another_search_is_refused(tmp_path):
+    _search(tmp_path / "study", 1)
+    with pytest.raises(dh.UserError, match="holds another search"):
+        _search(tmp_path / "study", 1, "regularize.strength=1e-4..1e-1:log")
+
+
+def test_a_slip_in_a_key_shows_before_anything_starts(tmp_path):
+    with pytest.raises(dh.UserError, match="strenght"):
+        _search(tmp_path / "study", 1, "regularize.strenght=1,2")
+    assert not (tmp_path / "study").exists()
+
+
+def test_a_trial_whose_worker_fell_silent_is_taken_up_once(tmp_path):
+    dead = _search(tmp_path / "study", 1)
+    member = dead.next()
+    one, other = _search(tmp_path / "study", 1, silent_after=0.0), _search(tmp_path / "study", 1, silent_after=0.0)
+    taken = one.next()
+    assert taken.overrides == member.overrides and taken.folder == member.folder
+    one.silent_after = other.silent_after = 1000.0
+    assert other.next() is None and other.open(), "it waits for the trial that the first one has"
+
+
+def test_a_trial_stopped_with_its_worker_is_the_next_one_of_the_same_command(tmp_path):
+    study = _search(tmp_path / "study", 2)
+    member = study.next()
+    study.interrupted(member)
+    assert _search(tmp_path / "study", 2).next().overrides == member.overrides
+
+
+def test_a_trial_that_failed_counts_and_says_why(tmp_path):
+    study = _search(tmp_path / "study", 1)
+    member = study.next()
+    member.folder.mkdir(parents=True)
+    (member.folder / "log.txt").write_text("deephoyer: no such luck.")
+    member.status = 2
+    study.ended(member)
+    assert not study.open() and study.failures() == [(member.overrides, "deephoyer: no such luck.")]
+
+
+def test_two_workers_share_a_study_and_one_that_is_killed_loses_no_trial(tmp_path):
+    words = [
+        sys.executable,
+        "-m",
+        "deephoyer",
+        "search",
+        "demo",
+        *QUICK,
+        "--vary",
+        "regularize.strength=1e-4..1e-2:log",
+    ]
+    words += ["--trials", "4", "--maximize", "accuracy", "--minimize", "nonzeros", "--jobs", "1"]
+    words += ["--silent-after", "4", "--out", str(tmp_path / "study")]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    first = subprocess.Popen(words, **quiet)
+    _until(lambda: list((tmp_path / "study").glob("*/metrics.jsonl")), 120)
+    second = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    first.kill()
+    first.wait()
+    told = second.communicate(timeout=300)[0]
+    assert second.returncode == 0, told
+    study = _search(tmp_path / "study", 3)
+    finished = [row[0] for row in study.rows()]
+    assert len(finished) == 3 and len({tuple(chosen) for chosen in finished}) == 3 and not study.failures()
+    assert (tmp_path / "study" / "front.svg").exists() and "●" in told
