@@ -19,6 +19,7 @@ from deephoyer.lab.runs import checkpoint
 from deephoyer.lab.train.progress import Silent
 from deephoyer.lab.train.result import finish
 from deephoyer.lab.train.run import Run
+from deephoyer.masks import scored
 from deephoyer.rules import Absolute, StdRatio
 from test_compiling import noise
 
@@ -44,7 +45,7 @@ def test_the_macs_that_compaction_leaves_are_the_target_and_one_group_more_would
     model, coupled = uneven()
     dense = count(model, X)[1].macs_there
     found = targets.value_for(targets.macs(model, X, share, coupled), model, rule, coupled)
-    values = targets.borders(model, rule, coupled)
+    values = targets.borders(rule, scored(model, coupled)[1])
     one_less = values[values.index(found.value) - 1]
 
     def left(value):
@@ -174,7 +175,7 @@ def test_a_deep_network_is_measured_a_dozen_times_for_its_thousands_of_groups():
         return tries[-1]
 
     found = targets.value_for(dataclasses.replace(goal, measure=counted), model, StdRatio, coupled)
-    assert found.number <= 0.4 and len(tries) <= 13 and len(targets.borders(model, StdRatio, coupled)) > 2000
+    assert found.number <= 0.4 and len(tries) <= 13 and len(targets.borders(StdRatio, scored(model, coupled)[1])) > 2000
 
 
 TINY = [

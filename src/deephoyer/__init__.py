@@ -20,6 +20,7 @@ from deephoyer.penalties import (
 )
 from deephoyer.regularizer import Regularizer
 from deephoyer.rules import Absolute, Density, PerLayer, StdRatio
+from deephoyer.scores import GeometricMedian, Magnitude, NormScale, Random, Score, Snip, Taylor
 from deephoyer.structure import Coupled, compact
 from deephoyer.summary import summary
 
@@ -32,18 +33,25 @@ __all__ = [
     "Density",
     "Elements",
     "Filters",
+    "GeometricMedian",
     "Grouping",
     "Hoyer",
     "HoyerSquare",
     "IndexGroups",
     "L1",
     "MCP",
+    "Magnitude",
     "Masks",
+    "NormScale",
     "Penalty",
     "PerLayer",
+    "Random",
     "Regularizer",
     "SCAD",
+    "Score",
+    "Snip",
     "StdRatio",
+    "Taylor",
     "TransformedL1",
     "TrimmedL1",
     "UserError",

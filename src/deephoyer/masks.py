@@ -17,8 +17,8 @@ from deephoyer.errors import UserError
 from deephoyer.groups import Grouping, Unit, groupings
 from deephoyer.kernels.zeroing import Zeroing, laid_like
 from deephoyer.optimizers import bare
-from deephoyer.penalties import wide
 from deephoyer.rules import Rule, Scores
+from deephoyer.scores import Calibration, Loss, Score, scores_of
 from deephoyer.weights import find_weights, named_parameters
 
 
@@ -175,9 +175,14 @@ def prune(
     parameters: str | Iterable[str] | None = None,
     allow_empty: bool = False,
     multiple: int = 1,
+    score: str | Score = "magnitude",
+    batches: Iterable[Any] | None = None,
+    loss: Loss | None = None,
 ) -> Masks:
-    """Zeroes the groups that the rule finds too small, in place, and gives the masks.
+    """Zeroes the groups that the rule finds worth too little, in place, and gives the masks.
 
+    What a group is worth is said by `score`: how large its weights are, or, on `batches` that you give with
+    `loss(model, batch)`, what the loss would make of its absence (`"snip"`, `"taylor"`).
     A weight stays when all groups it is in stay. A rule that would leave nothing of a layer raises
     and changes nothing, unless `allow_empty` is set. With `multiple` as many of a unit's groups stay as
     is the nearest multiple of it: processors compute channels in blocks of 8 or 16. It goes with one kind of
@@ -198,7 +203,20 @@ def prune(
             f"prune: multiple goes with one kind of group, not {' and '.join(k.name for k in kinds)}: what one of them "
             "leaves is cut by the other. Coupled(model, example_inputs) has both sides of a channel in one."
         )
-    units, scores = scored(model, kinds, parameters)
+    units, scores = scored(model, kinds, parameters, score, batches, loss)
+    return cut(model, rule, units, scores, allow_empty, multiple)
+
+
+@torch.no_grad()
+def cut(
+    model: nn.Module,
+    rule: Rule,
+    units: Iterable[Unit],
+    scores: list[Scores],
+    allow_empty: bool = False,
+    multiple: int = 1,
+) -> Masks:
+    """Zeroes what the rule says of scores that are known already; `prune` is this with scores taken now."""
     masks: dict[str, Tensor] = {}
     thresholds: dict[str, list[str]] = {}
     for unit, score, verdict in zip(units, scores, rule.judge(scores), strict=True):
@@ -236,21 +254,18 @@ def rounded(keep: Tensor, score: Tensor, multiple: int) -> Tensor:
 
 
 def scored(
-    model: nn.Module, groups: str | Grouping | Iterable[str | Grouping], parameters: str | Iterable[str] | None = None
+    model: nn.Module,
+    groups: str | Grouping | Iterable[str | Grouping],
+    parameters: str | Iterable[str] | None = None,
+    score: str | Score = "magnitude",
+    batches: Iterable[Any] | None = None,
+    loss: Loss | None = None,
 ) -> tuple[list[Unit], list[Scores]]:
     """What a rule is asked about: the units of these groups, and the scores of each."""
     weights = find_weights(model, parameters)
     units = [unit for grouping in groupings(groups) for unit in grouping.units(weights)]
-    return units, [_scores(unit) for unit in units]
-
-
-def _scores(unit: Unit) -> Scores:
-    for name, tensor in zip(unit.names, unit.tensors, strict=True):
-        if not tensor.isfinite().all():
-            raise UserError(f"prune: {name} holds weights that are not finite.")
-    r = unit.magnitudes()
-    elements = torch.cat([wide(t).flatten().to(r) for t in unit.tensors])
-    return Scores(unit.names, r / unit.sizes().to(r).sqrt(), elements.std(correction=0).item())
+    found = scores_of(units, score, Calibration(model, batches, loss))
+    return units, [Scores(unit.names, worth, scale) for unit, (worth, scale) in zip(units, found, strict=True)]
 
 
 def _shape(t: Tensor) -> str:

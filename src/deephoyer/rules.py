@@ -1,8 +1,7 @@
 """The rules: which groups are small enough to go.
 
-A rule looks at scores (the root mean square of each group's weights, so that one threshold means the
-same for a single weight, a filter of nine and a row of a thousand) and says which groups stay.
-How the weights got small is not known here.
+A rule looks at scores (`scores.py`: by default the root mean square of each group's weights) and says which groups
+stay. What a score means, and how the weights got small, is not known here.
 """
 
 from __future__ import annotations
@@ -22,7 +21,8 @@ from deephoyer.registry import Registry
 
 @dataclass(frozen=True)
 class Scores:
-    """What a rule sees of a unit: the tensors' names, a score for each group, the standard deviation of its weights."""
+    """What a rule sees of a unit: the tensors' names, a score for each group, and the scale that relative rules take
+    them by: the standard deviation of its weights where the score is their magnitude."""
 
     names: Sequence[str]
     score: Tensor

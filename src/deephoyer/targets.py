@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,8 +19,9 @@ from deephoyer.counting import count
 from deephoyer.errors import UserError
 from deephoyer.groups import Grouping
 from deephoyer.inference import Examples
-from deephoyer.masks import Empties, Masks, prune, scored
-from deephoyer.rules import Threshold
+from deephoyer.masks import Empties, Masks, cut, scored
+from deephoyer.rules import Scores, Threshold
+from deephoyer.scores import Loss, Score
 from deephoyer.structure import Coupled, compact
 
 Groups = str | Grouping | Iterable[str | Grouping]
@@ -56,10 +57,13 @@ def value_for(
     parameters: Select = None,
     allow_empty: bool = False,
     multiple: int = 1,
+    score: str | Score = "magnitude",
+    batches: Iterable[Any] | None = None,
+    loss: Loss | None = None,
 ) -> Found:
     """Of sizes the first value that keeps the bound, of accuracies the last one; the model is left as it was.
 
-    No layer is ever emptied, unless that is allowed: values that would do it are not tried. `multiple` as in `prune`.
+    No layer is ever emptied, unless that is allowed: values that would do it are not tried. The rest as in `prune`.
 
     >>> from deephoyer.rules import Absolute
     >>> net = nn.Linear(10, 10)
@@ -68,10 +72,9 @@ def value_for(
     """
     if not (isinstance(rule, type) and issubclass(rule, Threshold)):
         raise UserError(f"value_for: {rule!r} has no value to be found; StdRatio and Absolute have.")
-    groups = groups if isinstance(groups, str | Grouping) else list(groups)
-    cut = partial(prune, model, groups=groups, parameters=parameters, allow_empty=allow_empty, multiple=multiple)
-    tries = _Tries(goal, model, lambda value: cut(rule(value)))
-    values = borders(model, rule, groups, parameters)
+    units, scores = scored(model, groups, parameters, score, batches, loss)
+    tries = _Tries(goal, model, lambda value: cut(model, rule(value), units, scores, allow_empty, multiple))
+    values = borders(rule, scores)
     values = values[: bisect_left(values, True, key=tries.empties)]
     if not values:
         raise UserError("prune.target: a layer is all zero before anything is pruned.")
@@ -89,9 +92,8 @@ def value_for(
     return Found(values[place], tries.number(values[place]))
 
 
-def borders(model: nn.Module, rule: type[Threshold], groups: Groups, parameters: Select = None) -> list[float]:
+def borders(rule: type[Threshold], scores: Sequence[Scores]) -> list[float]:
     """The values between which the rule's verdict changes: 0, and then one for each group that goes."""
-    _, scores = scored(model, groups, parameters)
     ratios = [s.score.double().cpu() / rule.scale(s) for s in scores if rule.scale(s) > 0]
     alive = torch.cat(ratios).unique()
     alive = alive[alive > 0]

@@ -33,7 +33,7 @@ out = Console() if sys.stdout.isatty() else Console(width=160)
 
 @app.command("list")
 def list_(
-    what: Annotated[str, typer.Argument(help="recipes, models, data, penalties, groups or rules")] = "all",
+    what: Annotated[str, typer.Argument(help="recipes, models, data, penalties, groups, scores or rules")] = "all",
 ) -> None:
     """Shows what there is to choose from, with a line each."""
     kinds = _kinds()
@@ -55,6 +55,7 @@ def _kinds() -> dict[str, Any]:
     from deephoyer.lab.models import MODELS
     from deephoyer.penalties import PENALTIES
     from deephoyer.rules import RULES
+    from deephoyer.scores import SCORES
 
     return {
         "recipes": lambda: [(n, recipe.text_of(n).splitlines()[0].lstrip("# ")) for n in recipe.names()],
@@ -62,6 +63,7 @@ def _kinds() -> dict[str, Any]:
         "data": DATASETS.describe,
         "penalties": PENALTIES.describe,
         "groups": GROUPINGS.describe,
+        "scores": SCORES.describe,
         "rules": RULES.describe,
     }
 
