@@ -1,0 +1,342 @@
+"""Networks that people prune: half of their coupled channels zeroed and removed, by us and by Torch-Pruning.
+
+    python benchmarks/zoo.py --out zoo.jsonl                        # all of zoo.txt; goes on where it stopped
+    python benchmarks/zoo.py --out zoo.jsonl --families hf own --jobs 2 --limit 60 --side
+    python benchmarks/zoo.py --out zoo.jsonl --render docs/zoo.md   # the table, nothing is run
+
+One process for each network, with a time limit. Each network is pruned to a density of 0.5 with `Coupled`, compacted,
+and compared with itself before on inputs that compaction has not seen. With `--side` Torch-Pruning's magnitude pruner
+gets the same network and the same share; it doesn't keep the function, so it counts as working when the network
+runs afterwards with outputs of the same shape. One line of JSON for each network. yolo's library is never imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import json
+import multiprocessing
+import resource
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import deephoyer as dh
+from deephoyer.structure.compact import compact_report
+from zoo_networks import NotBuilt, build, names
+from zoo_table import render
+
+DENSITY = 0.5
+GONE = 0.4
+"""Share of the parameters that must be gone for a network to count as smaller."""
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-3}
+
+
+def called(model: nn.Module, inputs: Any) -> Any:
+    if isinstance(inputs, dict):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+
+
+def fresh(inputs: Any) -> Any:
+    """Other numbers of the same shape; whole numbers (tokens, edges, steps) as they are."""
+    if isinstance(inputs, Tensor):
+        return torch.randn_like(inputs) if inputs.is_floating_point() else inputs
+    if isinstance(inputs, dict):
+        return {key: fresh(value) for key, value in inputs.items()}
+    return type(inputs)(fresh(v) for v in inputs) if isinstance(inputs, tuple | list) else inputs
+
+
+def tensors_of(output: Any) -> Iterator[Tensor]:
+    """All tensors in an output, whatever holds them; past keys and values are not the network's answer."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, dict):
+        for key, value in output.items():
+            if key not in ("past_key_values", "state"):
+                yield from tensors_of(value)
+    elif isinstance(output, tuple | list):
+        for value in output:
+            yield from tensors_of(value)
+    elif dataclasses.is_dataclass(output):
+        yield from tensors_of(vars(output))
+
+
+@torch.no_grad()
+def difference(model: nn.Module, small: nn.Module, inputs: Any) -> float:
+    """The largest difference of the outputs on fresh inputs, as a share of their scale; infinite for other shapes."""
+    torch.manual_seed(5)
+    inputs = fresh(inputs)
+    before, after = (list(tensors_of(called(m, inputs))) for m in (model, small))
+    if [t.shape for t in before] != [t.shape for t in after]:
+        return float("inf")
+    gaps = [0.0]
+    for a, b in zip(before, after, strict=True):
+        if a.is_floating_point() and a.numel():
+            gap = ((a - b).abs().max() / a.abs().max().clamp_min(1e-30)).item()
+            gaps.append(gap if gap == gap else float("inf"))
+    return max(gaps)
+
+
+@torch.no_grad()
+def macs_of(model: nn.Module, inputs: Any) -> int:
+    """Multiply-accumulates by torch's flop counter, which counts two for each; it knows no recurrent layers."""
+    with FlopCounterMode(display=False) as counter:
+        called(model, inputs)
+    return counter.get_total_flops() // 2
+
+
+def parameters_of(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def inner_left(model: nn.Module, small: nn.Module, groups: dh.Coupled) -> float | None:
+    """The share of parameters left in what lies between embeddings, inputs and outputs: a transformer's blocks."""
+    outer = {
+        name
+        for one in groups.sets
+        if one.reason in ("network output", "network input")
+        for name, side in one.places
+        if (side == "out") == (one.reason == "network output")
+    }
+    tied = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    before: Counter[bool] = Counter()
+    after: Counter[bool] = Counter()
+    left = dict(small.named_parameters(remove_duplicate=False))
+    for name, parameter in model.named_parameters():
+        inner = id(parameter) not in tied and name.rpartition(".")[0] not in outer
+        before[inner] += parameter.numel()
+        after[inner] += left[name].numel() if name in left else 0
+    return after[True] / before[True] if before[True] else None
+
+
+def reasons(groups: dh.Coupled) -> list[tuple[str, float]]:
+    """Why channels stay, with the share of all channels that each reason holds, most first."""
+    held: Counter[str] = Counter()
+    for one in groups.sets:
+        held[one.reason or ""] += len(one.channels)
+    whole = sum(held.values())
+    inside = ((why, n / whole) for why, n in held.most_common() if why not in ("", "network input", "network output"))
+    return list(inside)[:3]
+
+
+def ours(model: nn.Module, inputs: Any) -> dict[str, Any]:
+    """Pruned by half, compacted, compared."""
+    record: dict[str, Any] = {}
+    start = time.perf_counter()
+    try:
+        groups = dh.Coupled(model, inputs)
+        record["coupled_seconds"] = round(time.perf_counter() - start, 2)
+        record["held"] = reasons(groups)
+        dh.prune(model, dh.Density(DENSITY), groups=groups)
+        start = time.perf_counter()
+        small = dh.compact(model, inputs, groups=groups)
+        record["compact_seconds"] = round(time.perf_counter() - start, 2)
+    except dh.UserError as why:
+        return record | {"status": "refused", "why": str(why)}
+    except Exception as why:
+        return record | {"status": "refused", "why": f"{type(why).__name__}: {why}", "crash": True}
+    record |= {
+        "parameters_left": parameters_of(small),
+        "macs_left": macs_of(small, inputs),
+        "difference": difference(model, small, inputs),
+        "claimed_difference": compact_report(small).error,
+        "inner_left": inner_left(model, small, groups),
+    }
+    kind = next(model.parameters()).dtype
+    gone = 1 - record["parameters_left"] / parameters_of(model)
+    if not record["difference"] <= TOLERANCE.get(kind, 0.0):
+        status = "wrong"
+    elif gone >= GONE:
+        status = "smaller"
+    elif record["inner_left"] is not None and record["inner_left"] <= 0.55:
+        status = "heads and neurons"
+    else:
+        status = "less"
+    return record | {"status": status}
+
+
+def torch_pruning(model: nn.Module, inputs: Any) -> dict[str, Any]:
+    """The same share taken out by Torch-Pruning, which is told to spare the last layer."""
+    import torch_pruning as tp
+
+    before = [t.shape for t in tensors_of(called(model, inputs))]
+    whole = parameters_of(model)
+    last: list[nn.Module] = []
+    kinds = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    hooks = [
+        m.register_forward_hook(lambda module, args, y: last.append(module))
+        for m in model.modules()
+        if isinstance(m, kinds)
+    ]
+    called(model, inputs)
+    for hook in hooks:
+        hook.remove()
+    start = time.perf_counter()
+    try:
+        pruner = tp.pruner.MagnitudePruner(
+            model, inputs, tp.importance.MagnitudeImportance(p=2), pruning_ratio=1 - DENSITY, ignored_layers=last[-1:]
+        )
+        pruner.step()
+        with torch.no_grad():
+            after = [t.shape for t in tensors_of(called(model, inputs))]
+    except Exception as why:
+        return {"status": "fails", "why": f"{type(why).__name__}: {why}"[:300]}
+    seconds = round(time.perf_counter() - start, 2)
+    left = parameters_of(model)
+    status = "outputs of another shape" if after != before else "smaller" if 1 - left / whole >= GONE else "less"
+    return {"status": status, "parameters_left": left, "macs_left": macs_of(model, inputs), "seconds": seconds}
+
+
+def examined(family: str, name: str, side: bool) -> Iterator[dict[str, Any]]:
+    """The network's record, first without Torch-Pruning's half, which may take all the time there is."""
+    record: dict[str, Any] = {"family": family, "name": name}
+    try:
+        model, inputs = build(family, name)
+    except NotBuilt as why:
+        yield record | {"status": "not built", "why": str(why)}
+        return
+    record |= {"parameters": parameters_of(model), "macs": macs_of(model, inputs)}
+    record["dtype"] = str(next(model.parameters()).dtype).removeprefix("torch.")
+    other = copy.deepcopy(model) if side else None
+    record |= ours(model, inputs)
+    record["megabytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+    yield record if other is None else record | {"torch_pruning": {"status": "timeout"}}
+    if other is not None:
+        yield record | {"torch_pruning": torch_pruning(other, inputs)}
+
+
+def _work(send: Connection, family: str, name: str, side: bool) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    for record in examined(family, name, side):
+        send.send(record)
+
+
+class Child:
+    """One network in a process of its own."""
+
+    def __init__(self, family: str, name: str, side: bool, limit: float):
+        # A fork, so that torch and the families' libraries are imported once for all networks.
+        context = multiprocessing.get_context("fork")
+        self.family, self.name, self.limit = family, name, limit
+        self.receive, send = context.Pipe(duplex=False)
+        self.process = context.Process(target=_work, args=(send, family, name, side), daemon=True)
+        self.start = time.perf_counter()
+        self.found: dict[str, Any] | None = None
+        self.process.start()
+        send.close()
+
+    def record(self) -> dict[str, Any] | None:
+        """What came of it; None while it is at work."""
+        if self.receive.poll(0.05):
+            try:
+                self.found = self.receive.recv()
+            except EOFError:
+                self.process.join()
+                return self.found or self._lost("died", f"its process ended with status {self.process.exitcode}")
+        if time.perf_counter() - self.start > self.limit:
+            self.process.kill()
+            return self.found or self._lost("timeout", f"more than {self.limit:g} s")
+        return None
+
+    def _lost(self, status: str, why: str) -> dict[str, Any]:
+        return {"family": self.family, "name": self.name, "status": status, "why": why}
+
+
+def line(record: dict[str, Any]) -> str:
+    """What the terminal shows of a network."""
+    shown = f"{record['family']:16} {record['name']:34} {record['status']:18}"
+    if "parameters_left" in record:
+        left = record["parameters_left"] / record["parameters"]
+        macs = record["macs_left"] / max(1, record["macs"])
+        seconds = record["coupled_seconds"] + record["compact_seconds"]
+        shown += f" {left:5.2f} {macs:5.2f} {record['difference']:8.1e} {seconds:6.1f} s"
+    if side := record.get("torch_pruning"):
+        share = f" {side['parameters_left'] / record['parameters']:.2f}" if "parameters_left" in side else ""
+        shown += f"  | tp {side['status']}{share}"
+    return shown + (f"  {record['why'][:120]}" if "why" in record else "")
+
+
+def run(todo: list[tuple[str, str]], out: Path, jobs: int, limit: float, side: bool) -> None:
+    children: list[Child] = []
+    with out.open("a") as file:
+        while todo or children:
+            while todo and len(children) < jobs:
+                children.append(Child(*todo.pop(0), side, limit))
+            for child in list(children):
+                record = child.record()
+                if record is not None:
+                    children.remove(child)
+                    child.process.join(5)
+                    file.write(json.dumps(record) + "\n")
+                    file.flush()
+                    print(line(record), flush=True)
+
+
+def records(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    """The newest line of each network."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {(r["family"], r["name"]): r for r in map(json.loads, lines)}
+
+
+def imported(families: set[str]) -> None:
+    """Imports what the chosen families need, once, before processes are forked."""
+    modules = {
+        "timm": "timm",
+        "hf": "transformers.modeling_utils",
+        "diffusers": "diffusers.models.unets.unet_2d",
+        "pyg": "torch_geometric.nn",
+    }
+    modules |= {"smp": "segmentation_models_pytorch"}
+    for family in families:
+        try:
+            __import__(modules.get(family, "torchvision"))
+        except ImportError as why:
+            print(f"{family}: {why}")  # its networks then say so each
+
+
+def main() -> None:
+    words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    words.add_argument(
+        "--out", type=Path, required=True, help="lines of JSON; networks that are in it are not run again"
+    )
+    words.add_argument("--families", nargs="+", choices=list(names()), default=list(names()))
+    words.add_argument("--names", nargs="+", default=["*"], help="glob patterns")
+    words.add_argument("--again", nargs="*", help="run these again: statuses, or all without one")
+    words.add_argument("--jobs", type=int, default=1)
+    words.add_argument("--limit", type=float, default=300, help="seconds for each network")
+    words.add_argument("--brief", action="store_true", help="the first three networks of each family")
+    words.add_argument("--side", action="store_true", help="Torch-Pruning, too")
+    words.add_argument("--render", type=Path, help="write the table there and run nothing")
+    chosen = words.parse_args()
+    done = records(chosen.out)
+    if chosen.render:
+        chosen.render.write_text(render(done, names()))
+        return
+    if chosen.again is not None:
+        done = {key: r for key, r in done.items() if chosen.again and r["status"] not in chosen.again}
+    todo = [
+        (family, name)
+        for family in chosen.families
+        for name in names()[family][: 3 if chosen.brief else None]
+        if (family, name) not in done and any(fnmatchcase(name, pattern) for pattern in chosen.names)
+    ]
+    imported({family for family, _ in todo})
+    run(todo, chosen.out, chosen.jobs, chosen.limit, chosen.side)
+    counts = Counter(r["status"] for key, r in records(chosen.out).items())
+    print(", ".join(f"{n} {status}" for status, n in counts.most_common()))
+
+
+if __name__ == "__main__":
+    main()
