@@ -1,35 +1,44 @@
-# Everything happens in .venv, which the first target that needs it makes.
+# Everything happens in a virtual environment, which the first target that needs it makes; only makes none.
+# Other versions: make test PYTHON=python3.13 VENV=.venv-3.13; make test TORCH=2.9.1 (or TORCH=newest).
 PYTHON ?= python3
-VENV := .venv
+TORCH ?=
+VENV ?= .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
+CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 # The constraints pin the build's own tools too.
-PIP := PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet
+PIP := PIP_CONSTRAINT=$(CONSTRAINTS) PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet
+PYTEST := -m pytest --numprocesses 2 --dist loadfile
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test test-all lint clean
 
 demo: $(VENV)/.package
 	$(BIN)/deephoyer run demo
 
 test: lint
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	$(BIN)/python $(PYTEST) -m "not slow"
+
+test-all: lint
+	$(BIN)/python $(PYTEST)
+
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-bench: $(VENV)/.dev
-	$(BIN)/python benchmarks/training_step.py
-
 $(VENV)/.package: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+ifneq ($(TORCH),)
+	grep -vE '^(torch|torchvision|torchao|triton|nvidia-.*|cuda-.*)==' constraints.txt > $(CONSTRAINTS)
+	$(if $(filter-out newest,$(TORCH)),echo 'torch==$(TORCH)' >> $(CONSTRAINTS))
+endif
 	@echo "installing deephoyer into $(VENV) (torch is large: a minute or more)"
-	$(PIP) --editable .
+	$(PIP) --editable ".[lab]"
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.package
 	@echo "installing what the tests need into $(VENV)"
-	$(PIP) --editable ".[vision,export,dev]"
+	$(PIP) --editable ".[lab,export,docs,hosts,dev]"
 	touch $@
 
 clean:

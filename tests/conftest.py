@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # for the runs that tests start, see deephoyer_command
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # for the runs that tests start, see deephoyer/__main__.py
 
 import pytest
 import torch
@@ -21,6 +21,14 @@ settings.register_profile("hunt", max_examples=1000, **slow_is_fine)
 settings.load_profile("same")
 
 torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items):
+    """What is marked `cuda` is skipped, by name, where there is no GPU."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if "cuda" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 
 @pytest.fixture

@@ -103,7 +103,7 @@ def test_a_run_with_compiled_blocks_is_the_run_without(tmp_path, monkeypatch):
     assert Run(compiled.recipe, tmp_path / "blocks").execute().finished()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="for CUDA")
+@pytest.mark.cuda
 @pytest.mark.parametrize(("precision", "slack"), [("float32", 1e-2), ("bfloat16", 5e-2)])
 def test_compiled_blocks_are_captured_and_train_as_plain_ones(tmp_path, monkeypatch, precision, slack):
     monkeypatch.setitem(DATASETS._makers, "compiling-noise", lambda: noise(256))

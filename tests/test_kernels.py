@@ -22,15 +22,21 @@ from deephoyer.kernels.zeroing import Zeroing, laid_like
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 RUNS_TRITON = HAS_TRITON and (INTERPRETED or torch.cuda.is_available())
-FAST = ["foreach", *(["triton"] if RUNS_TRITON else [])]
+ON_DEVICE = (
+    () if INTERPRETED else pytest.mark.cuda
+)  # what runs on a GPU, where the interpreter does not stand in for it
+FAST = ["foreach", *([pytest.param("triton", marks=ON_DEVICE)] if RUNS_TRITON else [])]
 PENALTIES = ["l1", "hoyer", "hoyer-square", "transformed-l1", "scad", "mcp"]
 SLACK = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 EXAMPLES = 10 if INTERPRETED else 40  # the interpreter takes its time
 
 
-needs_cuda = pytest.mark.skipif(
-    not torch.cuda.is_available() or INTERPRETED or not HAS_TRITON, reason="for CUDA and Triton"
-)
+compiled = pytest.mark.skipif(INTERPRETED or not HAS_TRITON, reason="for Triton's compiled kernels")
+
+
+def on_device(test):
+    """Runs on a GPU, where the interpreter does not stand in for it."""
+    return test if INTERPRETED else pytest.mark.cuda(test)
 
 
 def device_of(backend):
@@ -263,7 +269,8 @@ def test_a_loss_scale_multiplies_the_gradient(backend):
     torch.testing.assert_close(model.weight.grad.double().cpu(), 8 * want, rtol=1e-4, atol=1e-7)
 
 
-@needs_cuda
+@pytest.mark.cuda
+@compiled
 @pytest.mark.parametrize("groups", ["elements", "filters"])
 def test_more_than_two_billion_weights(groups):
     model = nn.Linear(1, 1, bias=False)
@@ -276,6 +283,7 @@ def test_more_than_two_billion_weights(groups):
     assert grad.count_nonzero() == 2
 
 
+@on_device
 @pytest.mark.skipif(not RUNS_TRITON, reason="Triton does not run in this process")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_the_triton_kernel_zeroes_what_is_dropped_and_nothing_else(dtype, monkeypatch):
@@ -292,7 +300,8 @@ def test_the_triton_kernel_zeroes_what_is_dropped_and_nothing_else(dtype, monkey
         torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
 
 
-@needs_cuda
+@pytest.mark.cuda
+@compiled
 @pytest.mark.parametrize("groups", ["elements", "filters+channels"])
 def test_a_captured_step_follows_the_strength_and_nothing_waits(groups):
     torch.manual_seed(0)
@@ -363,6 +372,7 @@ def test_an_optimizer_whose_step_is_compiled_takes_the_regularizer_along(by, kin
     torch.testing.assert_close(models[0].weight, models[1].weight)
 
 
+@on_device
 @pytest.mark.skipif(not RUNS_TRITON, reason="for Triton")
 def test_triton_tables_that_a_captured_graph_reads_are_kept_however_often_others_are_frozen():
     model = nn.Sequential(*(nn.Linear(3, 2, bias=False) for _ in range(4))).to(device_of("triton"))

@@ -248,7 +248,7 @@ def test_masks_survive_a_change_of_precision():
     assert pruned_are_zero(model, masks)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a second device")
+@pytest.mark.cuda
 def test_masks_follow_a_model_to_another_device():
     model = net()
     masks = dh.prune(model, dh.Density(0.3))

@@ -383,7 +383,7 @@ def test_the_regularizer_follows_a_model_to_another_precision(groups):
         assert (a is None and b is None) or a.equal(b)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a second device")
+@pytest.mark.cuda
 @pytest.mark.parametrize("groups", ["elements", "filters+channels", dh.IndexGroups({"0.weight": [[0, 5, 7], [7, 20]]})])
 def test_the_regularizer_follows_a_model_to_another_device_and_over_several(groups):
     model = net()

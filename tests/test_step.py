@@ -15,7 +15,6 @@ from deephoyer.lab.train.epoch_tensors import Tables
 from deephoyer.lab.train.optim import make_optimizer, rate_at, set_rate
 from deephoyer.lab.train.step import CapturedStep, PlainStep, largest_divisor, warm_up
 
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="for CUDA")
 COSINE = Training(epochs=2, lr=1e-3, schedule="cosine")
 
 
@@ -124,7 +123,7 @@ def test_an_epoch_of_another_shape_does_not_fit():
     assert not tables.fit(batches.draw(torch.arange(10), 2, 1, False, 0))
 
 
-@needs_cuda
+@pytest.mark.cuda
 @pytest.mark.parametrize("schedule", [1e-5, None], ids=["constant", "warm-up"])
 def test_captured_and_plain_steps_agree(schedule):
     plain, captured = (Case(kind, "cuda", schedule=schedule) for kind in (PlainStep, CapturedStep))
@@ -140,7 +139,7 @@ def test_captured_and_plain_steps_agree(schedule):
             assert not b[~captured.masks[name]].any()
 
 
-@needs_cuda
+@pytest.mark.cuda
 def test_a_warm_up_that_is_over_is_replayed_several_steps_at_a_time():
     plain, captured = (
         Case(kind, "cuda", schedule=strength.Linear(1e-5, steps=15)) for kind in (PlainStep, CapturedStep)
@@ -150,7 +149,7 @@ def test_a_warm_up_that_is_over_is_replayed_several_steps_at_a_time():
     assert captured.regularizer.steps == 40
 
 
-@needs_cuda
+@pytest.mark.cuda
 def test_a_replayed_epoch_does_not_wait_for_the_device():
     case = Case(CapturedStep, "cuda", schedule=1e-5)
     case.train()

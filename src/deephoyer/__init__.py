@@ -1,68 +1,93 @@
-"""deephoyer: make neural networks sparse, small and fast while they train."""
+# ruff: noqa: I001  (the names of a module stand together)
+"""deephoyer: make neural networks sparse, small and fast while they train.
 
-from deephoyer.errors import UserError
-from deephoyer.export import export, load, save
-from deephoyer.groups import Channels, Elements, Filters, Grouping, IndexGroups
-from deephoyer.masks import Masks, prune
-from deephoyer.penalties import (
-    L1,
-    MCP,
-    SCAD,
-    Hoyer,
-    HoyerSquare,
-    Penalty,
-    TransformedL1,
-    TrimmedL1,
-    hoyer,
-    hoyer_measure,
-    hoyer_square,
-    trimming_threshold,
-)
-from deephoyer.regularizer import Regularizer
-from deephoyer.rules import Absolute, Density, PerLayer, StdRatio
-from deephoyer.scores import GeometricMedian, Magnitude, NormScale, Random, Score, Snip, Taylor
-from deephoyer.structure import Coupled, compact
-from deephoyer.summary import summary
+Public names are loaded when they are first touched: importing the package costs nothing, and a command that
+needs no torch does not wait for it. A new public name is written down twice: for type checkers, and in `_PUBLIC`.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from deephoyer.errors import UserError as UserError
+    from deephoyer.export import export as export, load as load, save as save
+    from deephoyer.groups import (
+        Channels as Channels,
+        Elements as Elements,
+        Filters as Filters,
+        Grouping as Grouping,
+        IndexGroups as IndexGroups,
+    )
+    from deephoyer.masks import Masks as Masks, prune as prune
+    from deephoyer.penalties import (
+        L1 as L1,
+        MCP as MCP,
+        SCAD as SCAD,
+        Hoyer as Hoyer,
+        HoyerSquare as HoyerSquare,
+        Penalty as Penalty,
+        TransformedL1 as TransformedL1,
+        TrimmedL1 as TrimmedL1,
+        hoyer as hoyer,
+        hoyer_measure as hoyer_measure,
+        hoyer_square as hoyer_square,
+        trimming_threshold as trimming_threshold,
+    )
+    from deephoyer.regularizer import Regularizer as Regularizer
+    from deephoyer.rules import Absolute as Absolute, Density as Density, PerLayer as PerLayer, StdRatio as StdRatio
+    from deephoyer.scores import (
+        GeometricMedian as GeometricMedian,
+        Magnitude as Magnitude,
+        NormScale as NormScale,
+        Random as Random,
+        Score as Score,
+        Snip as Snip,
+        Taylor as Taylor,
+    )
+    from deephoyer.structure import Coupled as Coupled, compact as compact
+    from deephoyer.summary import summary as summary
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "Absolute",
-    "Channels",
-    "Coupled",
-    "Density",
-    "Elements",
-    "Filters",
-    "GeometricMedian",
-    "Grouping",
-    "Hoyer",
-    "HoyerSquare",
-    "IndexGroups",
-    "L1",
-    "MCP",
-    "Magnitude",
-    "Masks",
-    "NormScale",
-    "Penalty",
-    "PerLayer",
-    "Random",
-    "Regularizer",
-    "SCAD",
-    "Score",
-    "Snip",
-    "StdRatio",
-    "Taylor",
-    "TransformedL1",
-    "TrimmedL1",
-    "UserError",
-    "compact",
-    "export",
-    "hoyer",
-    "hoyer_measure",
-    "hoyer_square",
-    "load",
-    "prune",
-    "save",
-    "summary",
-    "trimming_threshold",
-]
+_PUBLIC = {
+    "errors": "UserError",
+    "export": "export load save",
+    "groups": "Channels Elements Filters Grouping IndexGroups",
+    "masks": "Masks prune",
+    "penalties": "L1 MCP SCAD Hoyer HoyerSquare Penalty TransformedL1 TrimmedL1 "
+    "hoyer hoyer_measure hoyer_square trimming_threshold",
+    "regularizer": "Regularizer",
+    "rules": "Absolute Density PerLayer StdRatio",
+    "scores": "GeometricMedian Magnitude NormScale Random Score Snip Taylor",
+    "structure": "Coupled compact",
+    "summary": "summary",
+}
+_HOME = {name: module for module, names in _PUBLIC.items() for name in names.split()}
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'deephoyer' has no attribute {name!r}")
+    found = getattr(import_module(f"deephoyer.{_HOME[name]}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+class _Package(ModuleType):
+    """`summary` and `export` are functions and live in modules of that name: importing those doesn't hide them."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (isinstance(value, ModuleType) and name in _HOME):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -6,13 +6,10 @@ table and goes to JSON and back. How the network was made is not known here.
 
 from __future__ import annotations
 
-import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, RenderResult
-from rich.table import Table
 from torch import nn
 
 from deephoyer.counting import Row, Total, count, structure
@@ -56,22 +53,16 @@ class Summary:
         except (KeyError, TypeError, ValueError) as why:
             raise UserError(f"this is not a summary: {type(why).__name__} {why}.") from None
 
-    def table(self, width: int = WIDE) -> Table:
+    def table(self, width: int = WIDE) -> str:
         """A row a layer and the total; fewer columns where `width` does not allow all of them."""
         return _layers_table(self) if width >= WIDE else _narrow_table(self)
 
-    def comparison(self) -> Table:
+    def comparison(self, width: int = WIDE) -> str:
         """Before and after, one line a way of counting; without a baseline, this network alone."""
-        return _comparison_table(self)
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield self.table(options.max_width)
-        yield self.comparison()
+        return _comparison_table(self, short=width < WIDE)
 
     def __str__(self) -> str:
-        out = io.StringIO()
-        Console(file=out, width=140, color_system=None).print(self)
-        return out.getvalue().rstrip()
+        return f"{self.table()}\n{self.comparison()}"
 
 
 def summary(
@@ -107,38 +98,55 @@ def summary(
     return Summary(own.rows, own.total, own.structure, own.latency, own.device, dict(accuracy or {}), before)
 
 
-def _layers_table(s: Summary) -> Table:
-    table = Table(title="layers as they stand", title_justify="left")
-    table.add_column("layer")
-    table.add_column("shape")
-    for title in ("weights", "nonzeros", "density", "live filters", "live channels"):
-        table.add_column(title, justify="right")
-    macs = s.total.macs_there is not None
-    for title in ("MACs, zero filters\nand channels discounted", "MACs there") if macs else ():
-        table.add_column(title, justify="right")
-    table.add_column("bytes stored", justify="right")
+def _layers_table(s: Summary) -> str:
+    macs = ["MACs, zero filters\nand channels discounted", "MACs there"] if s.total.macs_there is not None else []
+    counts = ["weights", "nonzeros", "density", "live filters", "live channels"]
+    titles = ["layer", "shape", *counts, *macs, "bytes stored"]
+    lines = []
     for r in s.rows:
         live = [_of(r.live_filters, r.filters), _of(r.live_channels, r.channels)]
         shape = "×".join(map(str, r.shape))
-        table.add_row(r.name or "(model)", shape, *_counts(r), *live, *_macs(r), f"{r.bytes_stored:,}")
-    table.add_section()
-    table.add_row("total", s.structure or "", *_counts(s.total), "", "", *_macs(s.total), f"{s.total.bytes_stored:,}")
-    return table
+        lines.append([r.name or "(model)", shape, *_counts(r), *live, *_macs(r), f"{r.bytes_stored:,}"])
+    total = ["total", s.structure or "", *_counts(s.total), "", "", *_macs(s.total), f"{s.total.bytes_stored:,}"]
+    return text_table("layers as they stand", titles, lines, total, words=2)
 
 
-def _narrow_table(s: Summary) -> Table:
+def _narrow_table(s: Summary) -> str:
     """What matters most, for a terminal of eighty characters."""
-    table = Table(title="layers as they stand", title_justify="left")
-    table.add_column("layer")
-    macs = s.total.macs_there is not None
-    live = ("MACs without zero\nfilters, channels", "MACs there") if macs else ()
-    for title in ("live filters ×\nchannels", "nonzeros", "density", *live):
-        table.add_column(title, justify="right")
-    for r in s.rows:
-        table.add_row(r.name or "(model)", f"{r.live_filters} × {r.live_channels}", *_counts(r)[1:], *_macs(r))
-    table.add_section()
-    table.add_row("total", s.structure or "", *_counts(s.total)[1:], *_macs(s.total))
-    return table
+    macs = ["MACs without zero\nfilters, channels", "MACs there"] if s.total.macs_there is not None else []
+    titles = ["layer", "live filters ×\nchannels", "nonzeros", "density", *macs]
+    lines = [[r.name or "(model)", f"{r.live_filters} × {r.live_channels}", *_counts(r)[1:], *_macs(r)] for r in s.rows]
+    total = ["total", s.structure or "", *_counts(s.total)[1:], *_macs(s.total)]
+    return text_table("layers as they stand", titles, lines, total)
+
+
+def text_table(
+    title: str, titles: Sequence[str], lines: Sequence[Sequence[str]], total: Sequence[str] = (), words: int = 1
+) -> str:
+    """Aligned columns under their titles, which may have two lines; the first `words` columns to the left.
+
+    >>> print(text_table("networks", ["layer", "weights"], [["fc1", "1,200"]], ["total", "1,200"]))
+    networks
+    layer  weights
+    ──────────────
+    fc1      1,200
+    ──────────────
+    total    1,200
+    """
+    tall = max(t.count("\n") for t in titles)
+    split = [("\n" * (tall - t.count("\n")) + t).split("\n") for t in titles]
+    head = [list(row) for row in zip(*split, strict=True)]
+    every = [*head, *lines, *([total] if total else [])]
+    widths = [max(len(row[i]) for row in every) for i in range(len(titles))]
+    rule = "─" * (sum(widths) + 2 * (len(widths) - 1))
+
+    def laid(row: Sequence[str]) -> str:
+        cells = (c.ljust(w) if i < words else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+        return "  ".join(cells).rstrip()
+
+    body = [*map(laid, lines), *([rule, laid(total)] if total else [])]
+    top = [*map(laid, head), rule] if any(titles) else [rule]
+    return "\n".join([title, *top, *body])
 
 
 def _counts(r: Row | Total) -> list[str]:
@@ -153,31 +161,35 @@ def _of(live: int, whole: int) -> str:
     return f"{live:,} of {whole:,}"
 
 
-def _comparison_table(s: Summary) -> Table:
+def _comparison_table(s: Summary, short: bool) -> str:
     b = s.baseline
-    table = Table(title="the network" if b is None else "before and after", title_justify="left")
-    table.add_column("")
-    for title in ("",) if b is None else ("before", "after", "before ÷ after"):
-        table.add_column(title, justify="right")
-    for title, get in _LINES:
-        table.add_row(title, *_line(get(s.total), None if b is None else get(b.total), b is not None))
+    titles = ["", ""] if b is None else ["", "before", "after", "÷" if short else "before ÷ after"]
+    lines = []
+    for what, brief, get in _LINES:
+        before = None if b is None else get(b.total)
+        lines.append([brief if short else what, *_line(get(s.total), before, b is not None)])
     for i, own in enumerate(s.latency):
         other = b.latency[i] if b is not None and i < len(b.latency) else None
         ratio = _ratio(other.median_ms if other else None, own.median_ms)
         cells = [_ms(own)] if b is None else [_ms(other), _ms(own), ratio]
-        table.add_row(f"ms a batch of {own.batch} on {s.device}, median (quartiles)", *cells)
+        where = "" if short else f" on {s.device}, median (quartiles)"
+        lines.append([f"ms per batch of {own.batch}{where}", *cells])
     for stage, share in s.accuracy.items():
-        table.add_row(f"accuracy, {stage}", *([""] if b is not None else []), f"{share:.2%}")
-    return table
+        lines.append([f"accuracy, {stage}", *([f"{share:.2%}"] if b is None else ["", f"{share:.2%}", ""])])
+    return text_table("the network" if b is None else "before and after", titles, lines)
 
 
-_LINES = [
-    ("nonzero weights", lambda t: t.nonzeros),
-    ("MACs, zero filters and channels discounted (the paper's counting)", lambda t: t.macs_paper),
-    ("MACs there", lambda t: t.macs_there),
-    ("parameters there", lambda t: t.parameters),
-    ("bytes in memory", lambda t: t.bytes_dense),
-    ("bytes stored (without the file's header)", lambda t: t.bytes_stored),
+_LINES: list[tuple[str, str, Callable[[Total], int | None]]] = [
+    ("nonzero weights", "nonzero weights", lambda t: t.nonzeros),
+    (
+        "MACs, zero filters and channels discounted (the paper's counting)",
+        "MACs, the paper's counting",
+        lambda t: t.macs_paper,
+    ),
+    ("MACs there", "MACs there", lambda t: t.macs_there),
+    ("parameters there", "parameters there", lambda t: t.parameters),
+    ("bytes in memory", "bytes in memory", lambda t: t.bytes_dense),
+    ("bytes stored (without the file's header)", "bytes stored", lambda t: t.bytes_stored),
 ]
 
 

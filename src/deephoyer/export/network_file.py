@@ -64,7 +64,7 @@ def encode(model: nn.Module, masks: Mapping[str, Tensor], provenance: dict[str, 
         parts, forms[name] = pack_mask(name, mask, state.get(same.get(name, name)))
         stored.update(parts)
     manifest = Manifest(packed=packed, same=same, masks=forms, structure=describe(model), provenance=_plain(provenance))
-    return seal(stored, manifest.model_dump())
+    return seal(stored, manifest.plain())
 
 
 def load(path: Path, model: nn.Module) -> nn.Module:

@@ -59,14 +59,14 @@ def pack(name: str, tensor: Tensor) -> tuple[dict[str, Tensor], Packed | None]:
     index = as_pattern(tensor)
     if index is not None:
         form, where = pack_pattern(index[1].numpy())
-        packed = Packed(shape=list(tensor.shape), form=form, holds=index[0])  # type: ignore[arg-type]
+        packed = Packed(shape=list(tensor.shape), form=form, holds=index[0])
         return {f"{name}:where": torch.from_numpy(where)}, packed
     pattern = tensor != 0
     if packed_size(pattern.numpy(), tensor.element_size()) == tensor.numel() * tensor.element_size():
         return {name: tensor.clone()}, None
     form, where = pack_pattern(pattern.numpy())
     parts = {f"{name}:where": torch.from_numpy(where), f"{name}:values": tensor[pattern]}
-    return parts, Packed(shape=list(tensor.shape), form=form)  # type: ignore[arg-type]
+    return parts, Packed(shape=list(tensor.shape), form=form)
 
 
 def unpack(path: Path, name: str, like: Tensor, form: Packed | None, tensors: Mapping[str, Tensor]) -> Tensor:
@@ -111,7 +111,7 @@ def pack_mask(name: str, mask: Tensor, tensor: Tensor | None) -> tuple[dict[str,
     if torch.equal(mask, nonzero):
         return {}, MaskForm(form="nonzeros")
     form, where = pack_pattern(mask.contiguous().numpy())
-    return {f"{name}:mask": torch.from_numpy(where)}, MaskForm(form=form)  # type: ignore[arg-type]
+    return {f"{name}:mask": torch.from_numpy(where)}, MaskForm(form=form)
 
 
 def unpack_mask(path: Path, name: str, mask: MaskForm, tensor: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:

@@ -8,50 +8,60 @@ gradient are those of the unsharded weights. Without torch.distributed nothing h
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from deephoyer.groups import SliceUnit, Unit
 
-if dist.is_available():
-    from torch.distributed.tensor import DTensor, Partial, Replicate
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-else:
-    DTensor = ()  # type: ignore[assignment,misc]  # isinstance(x, ()) is never true
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+_PLAIN = (Tensor, nn.Parameter)
+
+
+def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Whether it is a DTensor. Loading their module takes a second, and who has one has loaded it."""
+    if type(tensor) in _PLAIN:
+        return False
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local(tensor: Tensor) -> Tensor:
     """This process's piece."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def offsets(tensor: Tensor) -> tuple[int, ...]:
     """Where this process's piece begins in the whole tensor, for each dimension."""
-    if not isinstance(tensor, DTensor):
+    if not is_sharded(tensor):
         return (0,) * tensor.dim()
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
     return compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1]
 
 
 def same_cut(tensor: Tensor, grad: Tensor) -> bool:
     """Whether the gradient lies on the same processes in the same pieces as the tensor."""
-    if not isinstance(tensor, DTensor):
-        return not isinstance(grad, DTensor)
-    if any(isinstance(p, Partial) for p in tensor.placements) or not isinstance(grad, DTensor):
+    if not is_sharded(tensor) or not is_sharded(grad):
+        return not is_sharded(tensor) and not is_sharded(grad)
+    if any(p.is_partial() for p in tensor.placements):
         return False
     return tensor.placements == grad.placements and tensor.device_mesh == grad.device_mesh
 
 
 def whole(unit: Unit) -> Unit:
     """The unit with every sharded tensor gathered, differentiably; the unit itself if none is."""
-    if not any(isinstance(t, DTensor) for t in unit.tensors):
+    if not any(is_sharded(t) for t in unit.tensors):
         return unit
     gathered = copy.copy(unit)
-    gathered.tensors = [t.full_tensor() if isinstance(t, DTensor) else t for t in unit.tensors]
+    gathered.tensors = [t.full_tensor() if is_sharded(t) else t for t in unit.tensors]
     if isinstance(gathered, SliceUnit):
         pairs = zip(gathered.parts, gathered.tensors, strict=True)
         gathered.parts = [replace(part, tensor=tensor) for part, tensor in pairs]
@@ -60,8 +70,10 @@ def whole(unit: Unit) -> Unit:
 
 def share_of(full: Tensor, tensor: Tensor) -> Tensor:
     """A whole gradient, cut as the tensor is."""
-    if not isinstance(tensor, DTensor):
+    if not is_sharded(tensor):
         return full
+    from torch.distributed.tensor import DTensor, Replicate
+
     replicated = [Replicate()] * tensor.device_mesh.ndim
     everywhere = DTensor.from_local(full, tensor.device_mesh, replicated, run_check=False)
     return everywhere.redistribute(tensor.device_mesh, tensor.placements)
@@ -95,7 +107,6 @@ class Reduction:
 
 def _cutting(tensor: Tensor) -> list[Any]:
     """The process groups along which the tensor is cut."""
-    if not isinstance(tensor, DTensor):
+    if not is_sharded(tensor):
         return []
-    placements = enumerate(tensor.placements)
-    return [tensor.device_mesh.get_group(dim) for dim, p in placements if not isinstance(p, Replicate)]
+    return [tensor.device_mesh.get_group(dim) for dim, p in enumerate(tensor.placements) if not p.is_replicate()]

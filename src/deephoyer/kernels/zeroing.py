@@ -6,7 +6,7 @@ Only tensors are known here; what is dropped, and why, is for `masks.py`.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ class Zeroing:
 
     def __init__(self) -> None:
         self._books: dict[torch.device, AddressBook] = {}
+        self._untraced: Callable[[torch.device, list[Dropped]], None] | None = None
 
     def __call__(self, pairs: Sequence[Dropped]) -> None:
         fused: dict[tuple[torch.device, int], list[Dropped]] = {}
@@ -33,9 +34,10 @@ class Zeroing:
             else:
                 tensor.masked_fill_(drop, 0)
         for (device, _), some in fused.items():
-            self.fused(device, some)
+            if self._untraced is None:  # a compiler would see tables of addresses, not the tensors that are written
+                self._untraced = torch.compiler.disable(self.fused)
+            self._untraced(device, some)
 
-    @torch.compiler.disable  # a compiler would see tables of addresses, not the tensors that are written
     def fused(self, device: torch.device, pairs: list[Dropped]) -> None:
         """One launch for tensors of one device, with elements of one size, that lie as their masks do."""
         from deephoyer.kernels.triton_zeroing import launch

@@ -149,10 +149,10 @@ def compact(
     small = smaller(network, example, joints=joints)
     place = target or (source if source.is_dir() else source.parent) / "compact.safetensors"
     size = save(small, place, provenance=origin)
-    out.print(measure(small, example, baseline=network).comparison(), highlight=False)
+    out.print(measure(small, example, baseline=network).comparison(out.width), highlight=False)
     if joints != "none":
         out.print("what the joints save, against compaction without them:", highlight=False)
-        out.print(measure(small, example, baseline=smaller(network, example)).comparison(), highlight=False)
+        out.print(measure(small, example, baseline=smaller(network, example)).comparison(out.width), highlight=False)
     report = compact_report(small)
     for layer, (count, why) in report.kept.items():
         out.print(f"kept: {count} constant channels into {layer}: {why}", highlight=False)
@@ -188,7 +188,8 @@ def summary(
 
     network, example = open_network(source, model)
     other = open_network(baseline, model)[0] if baseline else None
-    out.print(measure(network, example, baseline=other), highlight=False)
+    counted = measure(network, example, baseline=other)
+    out.print(counted.table(out.width), counted.comparison(out.width), sep="\n", highlight=False)
 
 
 for _command in (

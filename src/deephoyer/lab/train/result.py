@@ -109,7 +109,7 @@ def tables(record: dict[str, Any], width: int) -> list[Table | str]:
     if "not_tidied" in record:
         made.append(f"idle weights were left in: {record['not_tidied']}")
     if "compact" in record:
-        made.append(Summary.from_json(record["compact"]).comparison())
+        made.append(Summary.from_json(record["compact"]).comparison(width))
         images = record["changed_predictions"]
         made.append(f"the compacted network predicts otherwise for {images} of the test images")
     else:
