@@ -1,4 +1,4 @@
-# Everything happens in a virtual environment, which the first target that needs it makes; only makes none.
+# Everything happens in a virtual environment, which the first target that needs it makes; only test-gpu makes none.
 # Other versions: make test PYTHON=python3.13 VENV=.venv-3.13; make test TORCH=2.9.1 (or TORCH=newest).
 PYTHON ?= python3
 TORCH ?=
@@ -9,7 +9,7 @@ CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 PIP := PIP_CONSTRAINT=$(CONSTRAINTS) PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet
 PYTEST := -m pytest --numprocesses 2 --dist loadfile
 
-.PHONY: demo test test-all lint clean
+.PHONY: demo test test-all test-gpu lint clean
 
 demo: $(VENV)/.package
 	$(BIN)/deephoyer run demo
@@ -20,6 +20,8 @@ test: lint
 test-all: lint
 	$(BIN)/python $(PYTEST)
 
+test-gpu:
+	$(PYTHON) benchmarks/on_gpu.py
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check

@@ -12,9 +12,7 @@ run: a table is measured again, a few times, while those take more than --others
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
 import os
 import platform
 import time
@@ -25,8 +23,6 @@ from typing import Any
 
 import torch
 import torch_pruning as tp
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
 import deephoyer as dh
@@ -34,6 +30,7 @@ from deephoyer.counting import count
 from deephoyer.lab.models import input_shape, make
 from deephoyer.lab.models.pad_shortcut import PadShortcut
 from deephoyer.latency import Latency, measure
+from measuring import show, words, write
 
 MODEL = "resnet-56"
 BATCHES = (64, 1)
@@ -191,51 +188,48 @@ def joints(x: Tensor, seconds: float, most: float) -> dict[str, Any]:
     return record
 
 
-def table(title: str, networks: dict[str, Any]) -> Table:
-    made = Table(title=title, title_justify="left")
-    made.add_column("network")
-    for word in ("parameters", "MACs", "fewer MACs", *(f"ms, batch {n}" for n in BATCHES)):
-        made.add_column(word, justify="right")
-    for word in (*(f"faster, batch {n}" for n in BATCHES), "outputs differ by"):
-        made.add_column(word, justify="right")
+def rows(networks: dict[str, Any]) -> list[list[str]]:
+    times = [f"ms, batch {n}" for n in BATCHES]
+    faster = [f"faster, batch {n}" for n in BATCHES]
+    made = [["network", "parameters", "MACs", "fewer MACs", *times, *faster, "outputs differ by"]]
     for name, r in networks.items():
-        times = [f"{t['median_ms']:.2f} ({t['low_ms']:.2f}–{t['high_ms']:.2f})" for t in r["latency"]]
-        faster = [f"{ratio:.2f}×" for ratio in r["faster"].values()]
+        ms = [f"{t['median_ms']:.2f} ({t['low_ms']:.2f}–{t['high_ms']:.2f})" for t in r["latency"]]
+        ratios = [f"{ratio:.2f}×" for ratio in r["faster"].values()]
         counts = [f"{r['parameters']:,}", f"{r['macs']:,}", f"{r['fewer_macs']:.2f}×"]
-        made.add_row(name, *counts, *times, *faster, f"{r['difference']:.1e}")
+        made.append([name, *counts, *ms, *ratios, f"{r['difference']:.1e}"])
     return made
 
 
 def main() -> None:
-    words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    words.add_argument("--seconds", type=float, default=6.0, help="of timing, for each table and batch size")
-    words.add_argument("--others", type=float, default=0.03, help="share of the processors that others may take")
-    words.add_argument("--threads", type=int, default=2)
-    words.add_argument("--out", type=Path, help="write the numbers to this file")
-    chosen = words.parse_args()
+    parser = words(__doc__, device=False)
+    parser.add_argument("--seconds", type=float, default=6.0, help="of timing, for each table and batch size")
+    parser.add_argument("--others", type=float, default=0.03, help="share of the processors that others may take")
+    parser.add_argument("--threads", type=int, default=2)
+    chosen = parser.parse_args()
+    if chosen.brief:
+        chosen.seconds, chosen.others = 0.2, 1.0
     torch.set_num_threads(chosen.threads)
     x = torch.randn(2, *input_shape(MODEL), generator=torch.Generator().manual_seed(1))
-    out = Console(width=180)
     record: dict[str, Any] = {
         "machine": f"{platform.machine()}, {chosen.threads} threads",
         "versions": {package: version(package) for package in ("deephoyer", "torch", "torch-pruning")},
     }
     for shortcut in ("pad", "conv"):
         record[f"coupled, {shortcut}"] = found = coupled(shortcut, x, chosen.seconds, chosen.others)
-        out.print(table(f"{MODEL}, shortcut {shortcut}: half of the coupled channels removed", found["networks"]))
-        out.print(f"other programs took {found['other_programs']:.1%} of the processors", highlight=False)
+        notes = [f"other programs took {found['other_programs']:.1%} of the processors"]
         if told := found.get("untold"):
-            out.print(f"torch-pruning without being told what the padded shortcut does: {told}", highlight=False)
+            notes.append(f"torch-pruning without being told what the padded shortcut does: {told}")
+        show(f"{MODEL}, shortcut {shortcut}: half of the coupled channels removed", rows(found["networks"]), notes)
     record["joints"] = found = joints(x, chosen.seconds, chosen.others)
-    out.print(table(f"{MODEL}: 70 % of filters and of channels kept, layer by layer", found["networks"]))
-    out.print(f"other programs took {found['other_programs']:.1%} of the processors", highlight=False)
     saves = found["gather_saves"]
     shares = ", ".join(f"{share:.1%} of the time at batch {size}" for size, share in saves["time"].items())
-    out.print(f"MACs as the paper counts them: {found['macs_paper']:,}", highlight=False)
-    out.print(f"gathering saves {saves['macs']:.1%} of the MACs and {shares}", highlight=False)
-    if chosen.out:
-        chosen.out.parent.mkdir(parents=True, exist_ok=True)
-        chosen.out.write_text(json.dumps(record, indent=1) + "\n")
+    notes = [
+        f"other programs took {found['other_programs']:.1%} of the processors",
+        f"MACs as the paper counts them: {found['macs_paper']:,}",
+        f"gathering saves {saves['macs']:.1%} of the MACs and {shares}",
+    ]
+    show(f"{MODEL}: 70 % of filters and of channels kept, layer by layer", rows(found["networks"]), notes)
+    write(chosen.out, record)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.table import Table
 
 from deephoyer import __version__
-from deephoyer.bench.commands import bench
 from deephoyer.errors import UserError, unknown
 from deephoyer.lab import search_commands
 from deephoyer.lab.processes import end_with_parent
@@ -199,7 +198,6 @@ for _command in (
     commands.verify,
     commands.table,
     commands.figure,
-    bench,
 ):
     app.command()(_command)
 

@@ -243,9 +243,7 @@ def end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def run_words(module: str, recipe: str, overrides: Sequence[str]) -> list[str]:
-    """The command of a member, but for its own overrides and its folder."""
-    return [sys.executable, "-m", module, "run", recipe, *overrides]
+DEEPHOYER = (sys.executable, "-m", "deephoyer")
 
 
 def _last_line(path: Path) -> str:

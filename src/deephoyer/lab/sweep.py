@@ -14,7 +14,7 @@ from rich.table import Table
 
 from deephoyer.errors import UserError
 from deephoyer.lab import recipe as recipes
-from deephoyer.lab.processes import Listed, Member, Queue, conduct, run_words
+from deephoyer.lab.processes import DEEPHOYER, Listed, Member, Queue, conduct
 
 
 def members(recipe: str, overrides: Sequence[str], grid: Iterable[str], folder: Path) -> list[Member]:
@@ -48,12 +48,12 @@ def run_all(
     *,
     mps: bool = True,
     say: Callable[[str], None] = print,
-    module: str = "deephoyer",
+    program: Sequence[str] = DEEPHOYER,
 ) -> None:
     """Runs the members, `jobs` at a time. Without `mps`, members on one GPU take turns."""
     devices = [recipes.read(recipe, [*overrides, *m.overrides]).device for m in team]
     show = None if live is None else lambda _: live.update(progress_table(team))
-    run_queue(recipe, overrides, Listed(team), jobs, devices, show=show, mps=mps, say=say, module=module)
+    run_queue(recipe, overrides, Listed(team), jobs, devices, show=show, mps=mps, say=say, program=program)
 
 
 def run_queue(
@@ -66,7 +66,7 @@ def run_queue(
     show: Callable[[Sequence[Member]], None] | None = None,
     mps: bool = True,
     say: Callable[[str], None] = print,
-    module: str = "deephoyer",
+    program: Sequence[str] = DEEPHOYER,
 ) -> None:
     """Conducts a queue of runs of one recipe; several on one GPU share it."""
     from deephoyer.lab.train import gpu_sharing
@@ -79,7 +79,7 @@ def run_queue(
             environment |= shared.enter_context(gpu_sharing.mps(say, crowd)) if mps else {}
         quiet = show is not None  # a live table says it all
         conduct(
-            run_words(module, recipe, overrides), environment, queue, jobs, show, (lambda _: None) if quiet else say
+            [*program, "run", recipe, *overrides], environment, queue, jobs, show, (lambda _: None) if quiet else say
         )
 
 

@@ -1,6 +1,6 @@
 """The figures, by name. Each file makes one `Figure`; how all of them look and are saved is in `style.py`."""
 
-from deephoyer.lab.report.figures.cifar import cifar
+from deephoyer.lab.report.figures.cifar_front import cifar
 from deephoyer.lab.report.figures.contours import contours
 from deephoyer.lab.report.figures.descent import descent
 from deephoyer.lab.report.figures.front import front

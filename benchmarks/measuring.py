@@ -1,16 +1,32 @@
-"""Milliseconds of a call, and the bandwidth of a copy: on CUDA by events of the device, on a CPU by the clock."""
+"""What the benchmarks share: the words they take, a clock, a table, a record. Ratios of one run are what counts."""
 
 from __future__ import annotations
 
+import argparse
+import json
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import deephoyer as dh
+from deephoyer.files import folder_at, write_atomically
+from deephoyer.summary import text_table
+
+
+def words(about: str | None, device: bool = True) -> argparse.ArgumentParser:
+    """A parser with what every benchmark takes: the device, a file for the record, and to be brief."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if device:
+        here = "cuda" if torch.cuda.is_available() else "cpu"
+        parser.add_argument("--device", choices=("cpu", "cuda"), default=here)
+    parser.add_argument("--brief", action="store_true", help="seconds instead of minutes: shows that it runs")
+    parser.add_argument("--out", type=Path, help="write the numbers to this JSON file")
+    return parser
 
 
 def milliseconds(call: Callable[[], Any], device: str, budget: float) -> float:
@@ -69,7 +85,19 @@ def replayed(call: Callable[[], None]) -> Callable[[], None]:
     return graph.replay
 
 
-def machine(device: str) -> dict[str, Any]:
+def machine(device: str = "cpu") -> dict[str, Any]:
     """Where the times are from."""
     name = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
     return {"device": name, "threads": torch.get_num_threads(), "torch": torch.__version__, "deephoyer": dh.__version__}
+
+
+def show(title: str, rows: Sequence[Sequence[str]], notes: Sequence[str] = (), words: int = 1) -> None:
+    """Prints the rows, of which the first has the titles."""
+    print("\n".join([text_table(title, rows[0], rows[1:], words=words), *notes]), flush=True)
+
+
+def write(path: Path | None, record: dict[str, Any]) -> None:
+    """Writes the record, if there is a file to write it to."""
+    if path is not None:
+        folder_at(path.parent)
+        write_atomically(path, (json.dumps(record, indent=1, ensure_ascii=False) + "\n").encode())

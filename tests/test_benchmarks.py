@@ -1,0 +1,73 @@
+"""The benchmarks: what they show and write, never how long anything takes."""
+
+import json
+import sys
+
+import pytest
+
+import epochs
+import imports
+import regularizer
+import training_step
+from deephoyer.errors import UserError
+
+
+def said(module, monkeypatch, capsys, *words):
+    monkeypatch.setattr(sys, "argv", [module.__name__, *words])
+    module.main()
+    return capsys.readouterr().out
+
+
+def test_the_regularizer_is_shown_as_ratios_and_a_record_is_written(monkeypatch, capsys, tmp_path):
+    file = tmp_path / "made" / "it.json"
+    words = ("--device", "cpu", "--networks", "lenet-300-100", "--brief", "--check", "--out", str(file))
+    out = said(regularizer, monkeypatch, capsys, *words)
+    for word in ("lenet-300-100", "elements", "filters+channels", "÷ floor", "autograd loop ÷ ours", "results repeat"):
+        assert word in out
+    record = json.loads(file.read_text())
+    assert [case["groups"] for case in record["cases"]] == ["elements", "filters+channels"]
+    for case in record["cases"]:
+        assert all(case["ms"][side] > 0 for side in ("floor", "autograd, asks host", "autograd", "plain", "foreach"))
+        assert all(found["repeats"] and found["relative error"] < 1e-3 for found in case["checks"].values())
+    assert record["ratios"]["lenet-300-100 elements: ours / floor"] > 0
+    assert record["machine"]["threads"] >= 1 and record["copy GB/s"] > 0
+
+
+def test_without_torch_pruning_its_side_is_left_out_and_that_is_said(monkeypatch):
+    monkeypatch.setattr(regularizer, "has_torch_pruning", lambda: False)
+    options = regularizer.Options(networks=("lenet-300-100",), groups=("filters+channels",), budget=0.0)
+    (record,) = regularizer.measured(options)
+    assert "not installed" in record["notes"][0] and "torch-pruning" not in record["cases"][0]["ms"]
+    titles, row = regularizer.rows(record)
+    assert row[titles.index("torch-pruning ÷ ours")] == "–"
+
+
+def test_a_network_that_a_benchmark_has_not_is_named(monkeypatch, capsys):
+    with pytest.raises(UserError, match="is not a network of this benchmark"):
+        said(regularizer, monkeypatch, capsys, "--device", "cpu", "--networks", "lenet", "--brief")
+    with pytest.raises(UserError, match="Did you mean 'lenet-5'"):
+        said(epochs, monkeypatch, capsys, "--device", "cpu", "--cases", "lenet-6")
+
+
+def test_a_step_is_compared_with_the_bare_one(monkeypatch, capsys):
+    out = said(training_step, monkeypatch, capsys, "--brief")
+    assert all(f"step, {kind}" in out for kind in ("bare", "add_grad_", "autograd loop"))
+
+
+@pytest.mark.slow
+def test_a_sweep_is_timed_against_one_run():
+    small = ["data={name: mnist, limit: 300}"]
+    found = epochs.together(2, "cpu", 2, case="lenet-300-100", changes=small)
+    assert found["networks"] == 2 and found["notes"] == []
+    both, each = found["at once: seconds an epoch"], found["at once: seconds an epoch and network"]
+    assert each == both / 2 and found["one: wall clock"] > 0
+    assert "2 at once" in epochs.together_rows(found)[2]
+
+
+def test_a_network_that_learned_noise_is_not_pruned():
+    assert epochs.recipe("resnet-56", "cpu", 2).prune.value == 1.0
+
+
+def test_importing_is_compared_with_torch(monkeypatch, capsys):
+    out = said(imports, monkeypatch, capsys, "--brief")
+    assert "all public names, after that" in out and "deephoyer list" in out
