@@ -76,7 +76,7 @@ def recipe(case: str, device: str, epochs: int, bare_epochs: int | None = None) 
     fast = CUDA.get(case, {}) if device == "cuda" else {}
     stages = {
         "device": device,
-        "select": "test-best",
+        "epoch_selection": "test-best",
         "pretrain": {"epochs": epochs if bare_epochs is None else bare_epochs, **training},
         "regularize": {"epochs": epochs, **training, **penalty},
         "prune": {"rule": "density", "value": 1.0},

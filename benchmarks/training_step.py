@@ -86,8 +86,9 @@ def hand_written_epoch() -> float:
 def run_epoch() -> float:
     """Seconds for a regularized epoch of `deephoyer run`, all of it: draws, penalty, metrics, evaluation."""
     with tempfile.TemporaryDirectory() as folder:
-        changes = ["pretrain.epochs=0", "regularize.epochs=3", "finetune.epochs=0", "device=cpu", "select=test-best"]
-        run = Run(recipe.read("lenet-300-100-hs", changes), folder).execute()
+        stages = ["pretrain=null", "regularize.epochs=3", "finetune=null"]
+        changes = ["data=mnist", *stages, "device=cpu", "epoch_selection=test-best"]
+        run = Run(recipe.read("paper/lenet-300-100", changes), folder).execute()
         return statistics.median(line["seconds"] for line in run.folder.metrics())
 
 

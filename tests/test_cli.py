@@ -15,11 +15,25 @@ QUICK = [
 ]
 
 
-def test_list_shows_every_kind_with_a_line_each(command):
+def test_list_shows_the_recipes_by_folder_and_every_kind_with_a_line_each(command):
     status, out, _ = command("list")
     assert status == 0
-    for word in ("lenet-300-100-hs", "resnet-56", "mnist", "hoyer-square", "channels", "std-ratio"):
+    for word in ("paper/lenet-300-100", "small/resnet-56-gather", "98.56 %, 2,536 weights", "not yet run", "MNIST"):
         assert word in out
+    kinds = {
+        "models": "resnet-56",
+        "data": "mnist",
+        "penalties": "hoyer-square",
+        "groups": "coupled",
+        "rules": "density",
+    }
+    for kind, word in kinds.items():
+        assert word in command("list", kind)[1]
+
+
+def test_an_old_name_is_answered_with_the_new_words(command):
+    status, _, said = command("run", "lenet-5-hs")
+    assert status == 2 and "deephoyer run paper/lenet-5 data=mnist" in said
 
 
 def test_run_makes_a_folder_that_show_reads_again(command, tmp_path):

@@ -117,7 +117,8 @@ def test_teachers_of_two_kinds_teach_the_mean_of_what_both_say(tmp_path):
     for kind, net in zip(kinds, nets, strict=True):
         safetensors.torch.save_file(net.state_dict(), tmp_path / kind)
     files = [str(tmp_path / kind) for kind in kinds]
-    made = recipe.read("demo", [f"distill={{model: {kinds}, checkpoints: {files}, temperature: 2, weight: 1}}"])
+    teachers = [{"file": file, "model": kind} for file, kind in zip(files, kinds, strict=True)]
+    made = recipe.read("demo", [f"distill={{teachers: {teachers}, temperature: 2, weight: 1}}"])
     logits, (x, y) = torch.randn(20, 10), (digits.floats(digits.train_x), digits.train_y)
     found = teachers_of(made, digits, torch.device("cpu"), print).losses(logits, y, x, torch.arange(20), None, None)
     with torch.no_grad():

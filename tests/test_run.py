@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import random
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,7 +16,10 @@ import torch
 
 import deephoyer as dh
 from deephoyer.lab import data, recipe
+from deephoyer.lab.open_network import open_network
 from deephoyer.lab.runs import checkpoint
+from deephoyer.lab.runs.folder import RunFolder
+from deephoyer.lab.train.result import finish, tables
 from deephoyer.lab.train.run import Run
 
 SMALL = [
@@ -224,29 +228,71 @@ def test_held_out_images_are_never_trained_on_and_test_images_never_selected_by(
     run = Run(small(), tmp_path / "held").execute()
     assert len(run.held_out) == 120 and not set(run.held_out.tolist()) & set(run.pool.tolist())
     assert all("held_out" in line and "test" not in line for line in run.folder.metrics())
-    best = Run(small("select=test-best"), tmp_path / "best").execute()
+    best = Run(small("epoch_selection=test-best"), tmp_path / "best").execute()
     assert len(best.pool) == 1200
     tuned = [line["test"] for line in best.folder.metrics() if line["stage"] == "finetune"]
     assert best.state.accuracy["finetuned"] == max(tuned)
 
 
-def test_weights_of_a_checkpoint_can_stand_for_pretraining(tmp_path):
+def test_a_run_may_start_from_a_file_instead_of_pretraining(tmp_path):
     first = Run(small(), tmp_path / "first").execute()
     source = tmp_path / "first" / "dense.safetensors"
-    start = f"pretrain={{checkpoint: '{source}'}}"
-    second = Run(small(start), tmp_path / "second").execute()
+    second = Run(small("pretrain=null", f"start={source}"), tmp_path / "second").execute()
     assert same(weights(second), weights(first))
+    assert second.state.accuracy["start"] == first.state.accuracy["dense"] and "dense" not in second.state.accuracy
     (tmp_path / "cut.safetensors").write_bytes(source.read_bytes()[:5000])
-    with pytest.raises(dh.UserError, match="checkpoint"):
-        Run(small(f"pretrain={{checkpoint: '{tmp_path / 'cut.safetensors'}'}}"), tmp_path / "third").execute()
+    with pytest.raises(dh.UserError, match=r"start: .*can't be read"):
+        Run(small("pretrain=null", f"start={tmp_path / 'cut.safetensors'}"), tmp_path / "third").execute()
+
+
+def test_a_run_starts_from_the_run_that_its_words_make_or_says_how_to_make_that(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = " ".join(["demo", *(shlex.quote(change) for change in SMALL), "finetune=null prune=null regularize=null"])
+    later = small("pretrain=null", f"start={json.dumps(words)}")
+    with pytest.raises(dh.UserError, match=r"start: the network of `deephoyer run demo .*That command makes it"):
+        Run(later, "runs/later").execute()
+    dense = recipe.Command.parse(words)
+    first = Run(dense.read(), "runs/whatever", command=dense)
+    first.execute()
+    with pytest.raises(dh.UserError, match="is not finished"):
+        Run(later, "runs/later").execute()
+    finish(first)
+    begun = Run(later, "runs/later").execute()
+    assert begun.state.accuracy["start"] == first.state.accuracy["dense"]
+    assert same(weights(begun), weights(Run(small(), "runs/whole").execute()))
+
+
+def test_a_dense_training_is_a_run_that_can_be_shown_opened_and_found(tmp_path):
+    run = Run(small("regularize=null", "prune=null", "finetune=null"), tmp_path)
+    run.execute()
+    record = finish(run)
+    assert list(record["accuracy"]) == ["dense"] and list(record["files"]) == [
+        "dense.safetensors",
+        "compact.safetensors",
+    ]
+    assert record["sparse"]["total"]["nonzeros"] == 266_200 and run.recipe.result_file == "dense.safetensors"
+    network, _ = open_network(tmp_path)
+    assert same(dict(network.state_dict()), weights(run))
+    said = [str(part) for part in tables(record, 100)]
+    assert any("differs on 0 of 10,000 test images" in line for line in said)
+
+
+def test_the_folder_keeps_the_words_and_an_older_one_is_refused(tmp_path):
+    command = recipe.Command("demo", (*SMALL, "finetune=null"))
+    Run(command.read(), tmp_path, command=command).execute()
+    folder = RunFolder(tmp_path)
+    assert folder.command() == command and folder.recipe() == command.read()
+    (tmp_path / "command.json").unlink()
+    with pytest.raises(dh.UserError, match=r"made by deephoyer 0\.1"):
+        Run(command.read(), tmp_path, command=command).execute()
 
 
 @pytest.mark.skipif(os.geteuid() == 0 and not Path("/proc/self").exists(), reason="needs a place nobody can write to")
 @pytest.mark.parametrize(
-    "change", ["pretrain={checkpoint: a.safetensors}", "distill={model: lenet-5, checkpoints: [a.safetensors]}"]
+    "change", ["start=a.safetensors", "distill={teachers: [{file: a.safetensors, model: lenet-5}]}"]
 )
 def test_a_file_that_a_later_stage_needs_is_missed_before_the_first_one_trains(tmp_path, change):
-    with pytest.raises(dh.UserError, match=r"checkpoints?: there is no file a\.safetensors"):
+    with pytest.raises(dh.UserError, match=r"(start|teachers): there is no file a\.safetensors"):
         Run(recipe.read("demo", [change]), tmp_path / "run").execute()
     assert not list((tmp_path / "run").glob("checkpoints/*"))
 
@@ -255,11 +301,11 @@ def test_a_run_that_has_begun_goes_on_without_the_file_it_began_with(tmp_path):
     first = Run(small(), tmp_path / "first").execute()
     start = tmp_path / "start.safetensors"
     checkpoint.write_weights(start, first.model)
-    job = small(f"pretrain={{checkpoint: {start}}}", "regularize.strength=0", "finetune={epochs: 1}")
+    job = small("pretrain=null", f"start={start}", "regularize.strength=0", "finetune={epochs: 1}")
     stopped = Run(job, tmp_path / "run")
     stopped.folder.open()
     stopped.prepare()
-    stopped._stage("pretrain", {})
+    stopped._stage("start", {})
     stopped.folder.close()
     start.unlink()
     assert Run(job, tmp_path / "run").execute().finished()

@@ -106,20 +106,36 @@ def two_threads() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-SHORT = ["data={name: mnist, limit: 2000}", "device=cpu", "select=held-out", "regularize.lr=5e-3", "prune.value=0.1"]
+SHORT = [
+    "data={name: mnist, limit: 2000}",
+    "device=cpu",
+    "epoch_selection=held-out",
+    "regularize.lr=5e-3",
+    "prune.value=0.1",
+]
 RUNS = {
-    "lenet-300-100-hs": ["pretrain.epochs=2", "regularize.epochs=8", "regularize.strength=5e-3", "finetune.epochs=1"],
-    "lenet-5-group-hs": ["pretrain.epochs=1", "regularize.epochs=3", "regularize.strength=0.3", "finetune.epochs=1"],
+    "paper/lenet-300-100": [
+        "pretrain.epochs=2",
+        "regularize.epochs=8",
+        "regularize.strength=5e-3",
+        "finetune.epochs=1",
+    ],
+    "paper/lenet-5-structure": [
+        "pretrain.epochs=1",
+        "regularize.epochs=3",
+        "regularize.strength=0.3",
+        "finetune.epochs=1",
+    ],
 }
 
 
 @pytest.fixture(scope="module", params=RUNS)
 def run(request, tmp_path_factory):
     """The folder of a finished run, and the name of its model."""
-    folder = tmp_path_factory.mktemp("runs") / request.param
+    folder = tmp_path_factory.mktemp("runs") / "run"
     with two_threads():
         assert call("run", request.param, *SHORT, *RUNS[request.param], "--out", folder) == 0
-    return folder, request.param.rpartition("-hs")[0].removesuffix("-group")
+    return folder, request.param.removeprefix("paper/").removesuffix("-structure")
 
 
 def test_a_run_ends_with_a_smaller_network_that_predicts_the_same_image_by_image(run):
@@ -316,7 +332,7 @@ def test_compact_and_summary_take_saved_files_and_plain_weights_with_the_models_
 def test_mistakes_with_stored_networks_are_a_line_or_two_and_status_2(command, tmp_path):
     safetensors.torch.save_file(make("lenet-5").state_dict(), "plain.safetensors")
     dh.save(make("lenet-5"), "nameless.safetensors")
-    dh.save(make("lenet-5"), "odd.safetensors", provenance={"recipe": "lenet-5-hs"})
+    dh.save(make("lenet-5"), "odd.safetensors", provenance={"recipe": "demo"})
     dh.save(make("lenet-5"), "lying.safetensors", provenance={"recipe": {"model": "lenet-300-100"}})
     dh.save(make("lenet-5"), "named.safetensors", provenance={"recipe": {"model": {"name": "lenet-5"}}})
     torch.save(make("lenet-5").state_dict(), "old.pt")

@@ -26,7 +26,7 @@ SHORT = [
     "regularize.optimizer=sgd",
     "regularize.lr=0.1",
     "regularize.schedule=cosine",
-    "regularize.density=0.2",
+    "regularize.effective_density=0.2",
     "finetune.epochs=1",
 ]
 
@@ -103,7 +103,7 @@ def test_a_corrected_run_goes_on_where_it_was_cut_off_in_its_second_round(tmp_pa
 def test_the_strengths_that_were_found_can_be_given_as_a_list(tmp_path):
     found = Run(recipe.read("demo", [*SHORT, "regularize.strength=1e-4"]), tmp_path / "found").execute()
     strengths = [line["strength"] for line in found.folder.metrics() if line["stage"] == "regularize"]
-    listed = ["regularize.density=null", f"regularize.strength={strengths}"]
+    listed = ["regularize.effective_density=null", f"regularize.strength={strengths}"]
     given = Run(recipe.read("demo", [*SHORT, *listed]), tmp_path / "given").execute()
     assert same(weights(given), weights(found))
 
@@ -113,7 +113,7 @@ def test_the_strengths_that_were_found_can_be_given_as_a_list(tmp_path):
     [
         ("regularize.warmup={epochs: 2}", "not both"),
         ("regularize.strength=0", "can't be corrected"),
-        ("regularize.density=1", "less than 1"),
+        ("regularize.effective_density=1", "less than 1"),
         ("regularize.strength=[1e-4, 1e-4]", "2 values for 10 epochs; give one for each"),
         (f"regularize.strength={[1e-4] * 10}", "not both"),
     ],
@@ -125,7 +125,9 @@ def test_what_can_not_be_corrected_is_refused(change, told):
 
 def test_a_density_that_is_met_from_the_start_is_refused(tmp_path):
     with pytest.raises(UserError, match="from the start"):
-        Run(recipe.read("demo", [*SHORT, "regularize.strength=1e-4", "regularize.density=0.95"]), tmp_path).execute()
+        Run(
+            recipe.read("demo", [*SHORT, "regularize.strength=1e-4", "regularize.effective_density=0.95"]), tmp_path
+        ).execute()
 
 
 @pytest.mark.parametrize("strength", [2e-3, Cosine(2e-3, steps=4, start=1e-3), Listed((1e-3, 2e-3), steps=3)])

@@ -58,7 +58,7 @@ def test_group_sparse_lenet_300_100_reads_as_in_the_paper():
     keep(model.fc2, 11, 45)
     keep(model.fc3, 10, 11)
     s = summary(model, torch.zeros(1, 784), latency=False)
-    assert s.structure == "353-45-11"
+    assert s.layer_widths == "353-45-11"
     assert s.total.macs_paper == 353 * 45 + 45 * 11 + 11 * 10  # the paper's 16.5k
     assert s.total.macs_there == 266_200
 
@@ -70,7 +70,7 @@ def test_group_sparse_lenet_5_reads_as_in_the_paper():
     keep(model.fc1, 13, 139)
     keep(model.fc2, 10, 13)
     s = summary(model, torch.zeros(1, 1, 28, 28), latency=False)
-    assert s.structure == "5-12-139-13"
+    assert s.layer_widths == "5-12-139-13"
     assert s.total.macs_paper == 169_937  # the paper's 169.9k
 
 

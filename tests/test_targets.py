@@ -242,7 +242,7 @@ def test_a_rule_without_a_value_is_refused():
 
 @pytest.mark.parametrize("select", ["held-out", "test-best"])
 def test_a_run_may_lose_no_more_accuracy_than_it_is_allowed(tmp_path, select):
-    job, summary = run(tmp_path, "prune.target={drop: 0.02}", f"select={select}")
+    job, summary = run(tmp_path, "prune.target={drop: 0.02}", f"epoch_selection={select}")
     assert job.masks.density < 0.9
     if select == "test-best":
         assert summary["accuracy"]["pruned"] >= summary["accuracy"]["regularized"] - 0.02
@@ -255,7 +255,7 @@ def test_a_run_may_lose_no_more_accuracy_than_it_is_allowed(tmp_path, select):
         ("prune={rule: density, target: {macs: 0.4}}", "rule with a value to be found"),
         ("prune={target: {macs: 0.4, drop: 0.1}}", "one of macs"),
         ("prune={target: {}}", "one of macs"),
-        ("prune={target: {macs: 0.4}, scope: global}", "don't go with a target"),
+        ("prune={rule: {name: std-ratio, scope: global}, target: {macs: 0.4}}", "needs a value alone"),
         ("prune={target: {macs: 1.4}}", "less than or equal to 1"),
         ("prune={target: {mac: 0.4}}", "macs"),
     ],

@@ -91,7 +91,7 @@ def count(model: nn.Module, examples: Examples | None = None) -> tuple[list[Row]
     return rows, total
 
 
-def structure(rows: list[Row]) -> str | None:
+def layer_widths(rows: list[Row]) -> str | None:
     """Live filters of convolutions and live inputs of linear layers, as the paper writes them: 353-45-11.
 
     None for deep networks, where the rows say it better.

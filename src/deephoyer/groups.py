@@ -182,6 +182,8 @@ class Grouping:
     """Cuts weights into units. A new one needs `units`, and a line in `GROUPINGS` to have a name."""
 
     name: str = "groups"
+    needs_graph: bool = False
+    """Whether it is made from a model and example inputs, and not from settings alone."""
 
     def units(self, weights: Sequence[Weight]) -> list[Unit]:
         raise NotImplementedError

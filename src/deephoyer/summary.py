@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from deephoyer.counting import Row, Total, count, structure
+from deephoyer.counting import Row, Total, count, layer_widths
 from deephoyer.errors import UserError
 from deephoyer.inference import Examples, device_of
 from deephoyer.latency import Latency, measure
@@ -27,7 +27,7 @@ class Summary:
 
     rows: list[Row]
     total: Total
-    structure: str | None = None
+    layer_widths: str | None = None
     latency: list[Latency] = field(default_factory=list)
     device: str = "cpu"
     accuracy: dict[str, float] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class Summary:
             return cls(
                 rows=[Row(**{**row, "shape": tuple(row["shape"])}) for row in data["rows"]],
                 total=Total(**data["total"]),
-                structure=data["structure"],
+                layer_widths=data["layer_widths"],
                 latency=[Latency(**item) for item in data["latency"]],
                 device=data["device"],
                 accuracy=dict(data["accuracy"]),
@@ -90,12 +90,12 @@ def summary(
     if latency and example_inputs is not None:
         timed = measure(models, example_inputs, batch_sizes, seconds)
     parts = [
-        Summary(rows, total, structure(rows), times, str(device_of(m)))
+        Summary(rows, total, layer_widths(rows), times, str(device_of(m)))
         for m, (rows, total), times in zip(models, counted, timed, strict=True)
     ]
     before = parts[1] if baseline is not None else None
     own = parts[0]
-    return Summary(own.rows, own.total, own.structure, own.latency, own.device, dict(accuracy or {}), before)
+    return Summary(own.rows, own.total, own.layer_widths, own.latency, own.device, dict(accuracy or {}), before)
 
 
 def _layers_table(s: Summary) -> str:
@@ -107,7 +107,8 @@ def _layers_table(s: Summary) -> str:
         live = [_of(r.live_filters, r.filters), _of(r.live_channels, r.channels)]
         shape = "×".join(map(str, r.shape))
         lines.append([r.name or "(model)", shape, *_counts(r), *live, *_macs(r), f"{r.bytes_stored:,}"])
-    total = ["total", s.structure or "", *_counts(s.total), "", "", *_macs(s.total), f"{s.total.bytes_stored:,}"]
+    stored = f"{s.total.bytes_stored:,}"
+    total = ["total", s.layer_widths or "", *_counts(s.total), "", "", *_macs(s.total), stored]
     return text_table("layers as they stand", titles, lines, total, words=2)
 
 
@@ -116,7 +117,7 @@ def _narrow_table(s: Summary) -> str:
     macs = ["MACs without zero\nfilters, channels", "MACs there"] if s.total.macs_there is not None else []
     titles = ["layer", "live filters ×\nchannels", "nonzeros", "density", *macs]
     lines = [[r.name or "(model)", f"{r.live_filters} × {r.live_channels}", *_counts(r)[1:], *_macs(r)] for r in s.rows]
-    total = ["total", s.structure or "", *_counts(s.total)[1:], *_macs(s.total)]
+    total = ["total", s.layer_widths or "", *_counts(s.total)[1:], *_macs(s.total)]
     return text_table("layers as they stand", titles, lines, total)
 
 

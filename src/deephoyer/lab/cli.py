@@ -35,10 +35,18 @@ def list_(
     what: Annotated[str, typer.Argument(help="recipes, models, data, penalties, groups, scores or rules")] = "all",
 ) -> None:
     """Shows what there is to choose from, with a line each."""
+    if what in ("all", "recipes"):
+        for table in _recipes():
+            out.print(table, highlight=False)
+        out.print(
+            "deephoyer run NAME; and to choose from: deephoyer list models, data, penalties, groups, scores, rules",
+            highlight=False,
+        )
+        return
     kinds = _kinds()
-    if what != "all" and what not in kinds:
-        raise unknown("thing to list", what, [*kinds, "all"])
-    for title in kinds if what == "all" else [what]:
+    if what not in kinds:
+        raise unknown("thing to list", what, [*kinds, "recipes"])
+    for title in [what]:
         table = Table(
             title=title, title_justify="left", title_style="bold", show_header=False, box=None, padding=(0, 2)
         )
@@ -47,21 +55,58 @@ def list_(
         out.print(table)
 
 
-def _kinds() -> dict[str, Any]:
-    from deephoyer.groups import GROUPINGS
+FOLDERS = {
+    "": "to begin with",
+    "paper": "the paper's settings; its penalties and strengths are overrides",
+    "small": "our smallest networks",
+    "compare": "one search for all penalties",
+    "parts": "networks that others start from or learn from",
+}
+
+
+def _recipes() -> list[Table]:
+    """A table for each folder of recipes: what each is about, what it needs, what to expect."""
     from deephoyer.lab import recipe
+
+    made = []
+    for folder, title in FOLDERS.items():
+        names = [name for name in recipe.names() if name.rpartition("/")[0] == folder]
+        table = Table(
+            title=f"{folder or 'demo'}: {title}", title_justify="left", box=None, padding=(0, 1), title_style="bold"
+        )
+        for head, width in (("recipe", 36), ("about", None), ("needs", 40), ("expect", 34)):
+            table.add_column(head, min_width=None if width is None else min(width, out.width // 5))
+        for name in names:
+            said = recipe.describe(name)
+            table.add_row(name, said["about"], said["needs"], _expected(said["expect"]))
+        made.append(table)
+    return made
+
+
+def _expected(expect: Any) -> str:
+    """What a recipe's records came to, in a few words."""
+    if not isinstance(expect, dict):
+        return str(expect or "")
+    parts = [f"{expect['accuracy']:.2%}".replace("%", " %")]
+    parts += [f"{expect[key]:,} {word}" for key, word in (("nonzeros", "weights"), ("macs", "MACs")) if key in expect]
+    if "minutes" in expect:
+        parts.append(f"{expect['minutes']:g} min on {expect.get('device', '?')}")
+    return ", ".join(parts)
+
+
+def _kinds() -> dict[str, Any]:
     from deephoyer.lab.data import DATASETS
     from deephoyer.lab.models import MODELS
+    from deephoyer.lab.schema import groupings
     from deephoyer.penalties import PENALTIES
     from deephoyer.rules import RULES
     from deephoyer.scores import SCORES
 
     return {
-        "recipes": lambda: [(n, recipe.text_of(n).splitlines()[0].lstrip("# ")) for n in recipe.names()],
         "models": MODELS.describe,
         "data": DATASETS.describe,
         "penalties": PENALTIES.describe,
-        "groups": GROUPINGS.describe,
+        "groups": groupings().describe,
         "scores": SCORES.describe,
         "rules": RULES.describe,
     }
@@ -82,7 +127,8 @@ def run(
     changes = overrides or []
     chosen = recipes.read(recipe, changes)
     place = folder or Path("runs") / recipes.folder_name(recipe, changes)
-    job = Run(chosen, place, reporter(out))
+    out.print(f"works in {place}", highlight=False)
+    job = Run(chosen, place, reporter(out), recipes.Command(recipe, tuple(changes)))
     try:
         job.execute()
     except KeyboardInterrupt:
@@ -103,7 +149,7 @@ def cp(
 
     text = recipes.text_of(recipe)
     if target.is_dir():
-        target = target / f"{recipe}.yaml"
+        target = target / f"{Path(recipe).name}.yaml"
     if target.exists() and not force:
         raise UserError(f"{target} is there already; --force writes over it.")
     write_atomically(target, text.encode())
@@ -137,13 +183,13 @@ def compact(
 ) -> None:
     """Takes out of a stored network what is dead in it, compares the outputs, and writes the smaller one."""
     from deephoyer.export import provenance, save
-    from deephoyer.lab.open_network import open_network
+    from deephoyer.lab.open_network import file_of, open_network
     from deephoyer.structure import compact as smaller
     from deephoyer.structure import compact_report
     from deephoyer.summary import summary as measure
 
     network, example = open_network(source, model)
-    origin = provenance(source / "finetuned.safetensors" if source.is_dir() else source) if model is None else None
+    origin = provenance(file_of(source)) if model is None else None
     joints = joints or (origin or {}).get("recipe", {}).get("joints", "none")
     small = smaller(network, example, joints=joints)
     place = target or (source if source.is_dir() else source.parent) / "compact.safetensors"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import safetensors
 import torch
@@ -14,7 +13,8 @@ from deephoyer.errors import UserError
 from deephoyer.export import container, load, provenance
 from deephoyer.lab import models
 from deephoyer.lab.runs import checkpoint
-from deephoyer.lab.schema import named
+from deephoyer.lab.runs.folder import RunFolder
+from deephoyer.lab.schema import Choice, named
 
 
 def open_network(path: Path, model: str | None = None) -> tuple[nn.Module, Tensor]:
@@ -22,22 +22,29 @@ def open_network(path: Path, model: str | None = None) -> tuple[nn.Module, Tenso
 
     The model's name comes from what the file says of its own making, unless one is given.
     """
-    if path.is_dir():
-        path = path / "finetuned.safetensors"
-        if not path.exists():
-            raise UserError(f"{path.parent} has no {path.name}: is it the folder of a finished run?")
+    path = file_of(path)
     plain = _is_plain(path)
     if model is None and plain:
         raise UserError(f"{path} holds plain weights, not one of deephoyer's networks; give the model with --model.")
-    settings = {"choice": model} if model is not None else _own_model(path)
-    name = settings.pop("choice")
-    network = models.make(name, **settings)
+    chosen = model if model is not None else _own_model(path)
+    network = models.of(chosen)
     if plain:
         checkpoint.fill(network, path, "the file")
     else:
         network = load(path, network)
-    example = torch.randn(2, *models.input_shape(name), generator=torch.Generator().manual_seed(0))
+    example = torch.randn(2, *models.input_shape(named(chosen)["choice"]), generator=torch.Generator().manual_seed(0))
     return network.eval(), example
+
+
+def file_of(path: Path) -> Path:
+    """The file itself, or that of the final network in a run's folder."""
+    if not path.is_dir():
+        return path
+    recipe = RunFolder(path).recipe()
+    file = path / (recipe.result_file if recipe else "finetuned.safetensors")
+    if not file.exists() or not (path / "summary.json").exists():
+        raise UserError(f"{path} has no {file.name} of its end: is it the folder of a finished run?")
+    return file
 
 
 def _is_plain(path: Path) -> bool:
@@ -49,10 +56,10 @@ def _is_plain(path: Path) -> bool:
         return False
 
 
-def _own_model(path: Path) -> dict[str, Any]:
-    """What the file says of its own making: a model's name, as `choice`, and its settings."""
+def _own_model(path: Path) -> Choice:
+    """The model that the file itself says it holds."""
     recipe = provenance(path).get("recipe")
     chosen = recipe.get("model") if isinstance(recipe, Mapping) else None
-    if not isinstance(chosen, str | Mapping):
+    if not isinstance(chosen, str | dict):
         raise UserError(f"{path} does not say which model it holds; give its name with --model.")
-    return named(chosen)
+    return chosen

@@ -1,13 +1,16 @@
-"""Reading recipes: YAML by name or file, `key=value` overrides, and errors that say what is wrong and where.
+"""Reading recipes: YAML by name or file, `extends`, `key=value` overrides, and errors that say what is wrong and where.
 
-What may stand in one is in `schema.py`.
+What may stand in one is in `schema.py`. Names and texts are read without torch.
 """
 
 from __future__ import annotations
 
-import hashlib
+import difflib
 import re
-from collections.abc import Iterable
+import shlex
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ import yaml
 from pydantic import ValidationError
 
 from deephoyer.errors import UserError, unknown
-from deephoyer.lab.schema import Recipe, type_at
+from deephoyer.lab.schema import DESCRIPTIVE, STAGES, Recipe, is_file, keys
 
 
 class _Loader(yaml.SafeLoader):
@@ -34,66 +37,159 @@ _Loader.add_implicit_resolver(
 )
 
 FOLDER = Path(__file__).parent / "recipes"
-LONGEST_NAME = 200  # file systems end names at 255 bytes, and `.lock` or a number may follow
+MERGED = (*STAGES, "distill")
+"""Parts that `extends` merges key by key; any other value is replaced whole."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """What was typed after `deephoyer run`: a recipe and overrides of anything in it."""
+
+    base: str
+    overrides: tuple[str, ...] = ()
+
+    @classmethod
+    def parse(cls, words: str) -> Command:
+        """
+        >>> Command.parse("parts/lenet-5-teacher seed=1").overrides
+        ('seed=1',)
+        """
+        base, *overrides = shlex.split(words)
+        return cls(base, tuple(overrides))
+
+    def __str__(self) -> str:
+        return shlex.join(["deephoyer", "run", self.base, *self.overrides])
+
+    def read(self) -> Recipe:
+        return read(self.base, self.overrides)
 
 
 def names() -> list[str]:
-    """The recipes that come with the package."""
-    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+    """The recipes that come with the package, with their folder: paper/lenet-5."""
+    return sorted(path.relative_to(FOLDER).with_suffix("").as_posix() for path in FOLDER.rglob("*.yaml"))
 
 
 def text_of(name: str) -> str:
     """The text of a recipe: one of ours by name, or a file's."""
-    path = Path(name)
-    if path.suffix not in (".yaml", ".yml"):
-        if name not in names():
-            raise unknown("recipe", name, names(), "`deephoyer list recipes` shows all; a file of yours ends in .yaml.")
-        path = FOLDER / f"{name}.yaml"
+    path = _path(name)
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as why:
         raise UserError(f"recipe {name}: can't be read: {getattr(why, 'strerror', None) or why}.") from None
 
 
-def folder_name(name: str, overrides: Iterable[str]) -> str:
-    """A folder for the runs of a recipe: other overrides, another folder; a digest where that gets too long.
+def _path(name: str) -> Path:
+    if Path(name).suffix in (".yaml", ".yml"):
+        return Path(name)
+    if name not in names():
+        if name in renamed()["recipes"]:
+            raise UserError(f"recipe {name} has become other words: deephoyer run {renamed()['recipes'][name]}")
+        ours = {n.rpartition("/")[2]: n for n in names()} | {n: n for n in names()}
+        told = unknown("recipe", name, ours, "`deephoyer list` shows all; a file of yours ends in .yaml.")
+        if name in ours:
+            told = UserError(f"{name!r} is not a recipe. Did you mean {ours[name]!r}? `deephoyer list` shows all.")
+        raise told
+    return FOLDER / f"{name}.yaml"
+
+
+@cache
+def renamed() -> dict[str, dict[str, str]]:
+    """Words of earlier versions, each with what to write now: `recipes` and `keys`."""
+    content: dict[str, dict[str, str]] = yaml.load((FOLDER / "renamed.yml").read_text(encoding="utf-8"), _Loader)
+    return content
+
+
+def folder_name(base: str, overrides: Iterable[str] = ()) -> str:
+    """A folder for the runs of a recipe: another identity or seed, another folder.
 
     >>> folder_name("demo", ["seed=1"])
-    'demo,seed=1'
+    'demo-s1'
     """
-    overrides = list(overrides)
-    whole = full_name(name, overrides)
-    if len(whole.encode()) <= LONGEST_NAME:
-        return whole
-    seed = [change for change in overrides if re.fullmatch(r"seed=\d+", change)]
-    return full_name(name, [hashlib.sha256(whole.encode()).hexdigest()[:8], *seed])
+    as_it_is, recipe = read(base), read(base, overrides)
+    name = re.sub(r"[^\w.-]+", "-", _title(base))
+    digest = f"-{recipe.digest()[:8]}" if recipe.digest() != as_it_is.digest() else ""
+    return f"{name}{digest}-s{recipe.seed}"
 
 
-def full_name(name: str, overrides: Iterable[str]) -> str:
-    """A recipe and its overrides as one word, however long."""
-    parts = [Path(name).stem, *sorted(overrides)]
-    return ",".join(re.sub(r"[^\w.=+*-]", "_", part) for part in parts)
+def _title(base: str) -> str:
+    """A file's own name, or a recipe's with its folder."""
+    return Path(base).stem if Path(base).suffix in (".yaml", ".yml") else base
 
 
 def read(name: str, overrides: Iterable[str] = ()) -> Recipe:
     """The recipe of that name or file, with `key=value` overrides of anything in it.
 
-    >>> read("lenet-300-100-hs", ["regularize.strength=3e-4"]).regularize.strength
+    >>> read("paper/lenet-300-100", ["regularize.strength=3e-4"]).regularize.strength
     0.0003
     """
-    return parse(text_of(name), name, overrides)
+    content = _extended(name)
+    for override in overrides:
+        _set(content, override)
+    recipe = _checked(content, name)
+    for key, words in recipe.networks():
+        if isinstance(words, str) and not is_file(words):
+            try:
+                Command.parse(words).read()
+            except UserError as why:
+                raise UserError(f"recipe {name}: {key}: {words}: {why}") from None
+    return recipe
 
 
-def parse(text: str, name: str, overrides: Iterable[str] = ()) -> Recipe:
-    """A recipe from its YAML text; `name` is for the errors."""
+def parse(text: str, name: str) -> Recipe:
+    """A recipe from YAML text that says it all, as in a run's folder; `name` is for the errors."""
+    return _checked(_content(text, name), name)
+
+
+def describe(name: str) -> dict[str, Any]:
+    """What one of our recipes says to a person: about, needs, expect; nothing is checked."""
+    content = _content(text_of(name), name)
+    return {key: content.get(key) for key in DESCRIPTIVE}
+
+
+def _content(text: str, name: str) -> dict[str, Any]:
     try:
         content = yaml.load(text, _Loader)
     except yaml.YAMLError as why:
         raise UserError(f"recipe {name}: is not YAML: {_yaml_trouble(why)}") from None
     if not isinstance(content, dict):
-        raise UserError(f"recipe {name}: holds no keys; a recipe has model, data and the four stages.")
-    for override in overrides:
-        _set(content, override)
+        raise UserError(f"recipe {name}: holds no keys; a recipe has model, data and at least one stage.")
+    return content
+
+
+def _extended(name: str, before: tuple[str, ...] = ()) -> dict[str, Any]:
+    """A recipe's content on top of what it extends."""
+    if name in before:
+        raise UserError(f"recipe {before[0]}: extends itself: {' → '.join((*before, name))}.")
+    content = _content(text_of(name), name)
+    base = content.pop("extends", None)
+    if base is None:
+        return {key: value for key, value in content.items() if value is not None}
+    if not isinstance(base, str):
+        raise UserError(f"recipe {name}: extends: {base!r} is not the name of a recipe.")
+    if Path(base).suffix in (".yaml", ".yml") and Path(name).suffix in (".yaml", ".yml"):
+        base = str(Path(name).parent / base)
+    try:
+        under = _extended(base, (*before, name))
+    except UserError as why:
+        text = str(why)
+        raise UserError(text if text.startswith("recipe ") else f"recipe {name}: extends: {text}") from None
+    return _merged({key: value for key, value in under.items() if key not in DESCRIPTIVE}, content)
+
+
+def _merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`over` on top of `under`: null takes a key away, stages merge key by key, all else is replaced."""
+    made = dict(under)
+    for key, value in over.items():
+        if value is None:
+            made.pop(key, None)
+        elif key in MERGED and isinstance(value, dict) and isinstance(made.get(key), dict):
+            made[key] = _merged(made[key], value)
+        else:
+            made[key] = value
+    return made
+
+
+def _checked(content: dict[str, Any], name: str) -> Recipe:
     try:
         return Recipe.model_validate(content)
     except ValidationError as why:
@@ -107,6 +203,7 @@ def _yaml_trouble(why: yaml.YAMLError) -> str:
 
 
 def _set(content: dict[str, Any], override: str) -> None:
+    """Puts `key=value` into a recipe's content; null takes the key away."""
     key, equals, value = override.partition("=")
     if not equals or not key:
         raise UserError(f"{override!r} is not an override; write key=value, like regularize.strength=3e-4.")
@@ -119,19 +216,46 @@ def _set(content: dict[str, Any], override: str) -> None:
         content = content.setdefault(step, {})
         if not isinstance(content, dict):
             raise UserError(f"{override!r}: {step} has no keys in this recipe.")
-    content[last] = parsed
+    if parsed is None:
+        _known(key)
+        content.pop(last, None)
+    else:
+        content[last] = parsed
+
+
+def _known(key: str) -> None:
+    """A key that is taken away must be one, or a slip would go unnoticed."""
+    if key not in keys():
+        raise UserError(_unknown_key(key))
+
+
+def _unknown_key(key: str) -> str:
+    """What is said of a key that no recipe has, and which one may have been meant, wherever it is nested."""
+    if key in renamed()["keys"]:
+        return f"{key!r} is not a key of recipes any more: write {renamed()['keys'][key]}."
+    outer, _, last = key.rpartition(".")
+    places: dict[str, list[str]] = {}
+    for one in keys():
+        places.setdefault(one.rpartition(".")[2], []).append(one)
+    near = difflib.get_close_matches(last.replace("-", "_"), places, n=1)
+    if not near:
+        return str(unknown("key", last, [one.rpartition(".")[2] for one in keys() if one.rpartition(".")[0] == outer]))
+    here = [one for one in places[near[0]] if one.rpartition(".")[0] == outer]
+    *most, final = here or places[near[0]]
+    meant = f"{', '.join(most)} or {final}" if most else final
+    return f"{last!r} is not a key{' of ' + outer if outer else ''}. Did you mean {meant}?"
 
 
 def _explain(name: str, why: ValidationError) -> str:
     """The first trouble in one or two lines, with the place."""
     # A slip in a key makes another one missing; the slip is the cause.
-    first = min(why.errors(), key=lambda error: error["type"] != "extra_forbidden")
-    place = ".".join(str(p) for p in first["loc"] if not re.fullmatch(r"(dict|tuple)\[.*|float|str", str(p)))
+    # Of what has several forms, the one that was meant says most.
+    first = min(why.errors(), key=lambda e: (e["type"] != "extra_forbidden", "error" not in e.get("ctx", {})))
+    kinds = r"(dict|tuple|literal|function)\b.*\[.*|float|int|str|\w*[A-Z]\w*"  # pydantic's words for what it tried
+    place = ".".join(str(p) for p in first["loc"] if not re.fullmatch(kinds, str(p)))
     if first["type"] == "extra_forbidden":
-        *outer, key = place.split(".")
-        known = type_at(outer).model_fields
-        text = str(unknown("key", key, known))
-        place = ".".join(outer)
+        text = _unknown_key(place)
+        place = place.rpartition(".")[0]
     elif first["type"] == "missing":
         text = "is missing."
     else:

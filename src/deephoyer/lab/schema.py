@@ -1,31 +1,46 @@
-"""What may stand in a recipe: a model, its data, four stages.
+"""What may stand in a recipe: a model, its data, and the stages that a run goes through.
 
 Nothing is built or trained here; names are checked against the registries so that a slip shows
-before anything starts. Reading recipes from files is in `recipe.py`.
+before anything starts. The registries bring torch, and are asked only when a recipe is checked.
+Reading recipes from files is in `recipe.py`.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
+import shlex
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from deephoyer.errors import UserError, not_negative, unknown
-from deephoyer.groups import GROUPINGS
-from deephoyer.lab import models
-from deephoyer.lab.data import DATASETS
-from deephoyer.penalties import PENALTIES
-from deephoyer.rules import RULES, Absolute, Rule, StdRatio, Threshold
-from deephoyer.strength import SCHEDULES, Listed
+
+if TYPE_CHECKING:
+    from deephoyer.groups import Grouping
+    from deephoyer.registry import Registry
+    from deephoyer.rules import Rule, Threshold
 
 STAGES = ("pretrain", "regularize", "prune", "finetune")
-
+TITLES = {
+    "start": "start",
+    "pretrain": "dense",
+    "regularize": "regularized",
+    "prune": "pruned",
+    "finetune": "finetuned",
+}
+"""What the network is called after each stage; its file in the run's folder bears that name."""
+DESCRIPTIVE = ("about", "needs", "expect")
+"""Keys that say something to a person and change nothing in a run."""
 
 Choice = str | dict[str, Any]
 """A name, or a mapping with a name and settings."""
+
+Choices = Choice | tuple[Choice, ...]
+"""One or several; names alone may be joined by a plus, like filters+channels."""
 
 
 class _Part(BaseModel):
@@ -64,19 +79,6 @@ class Training(_Part):
         return self
 
 
-class Pretrain(Training):
-    """Ordinary training from scratch, or the weights of a checkpoint instead."""
-
-    epochs: int = Field(default=0, ge=0)
-    checkpoint: str | None = None
-
-    @model_validator(mode="after")
-    def _something_to_start_from(self) -> Pretrain:
-        if self.checkpoint and self.epochs:
-            raise UserError("give epochs or a checkpoint, not both.")
-        return self
-
-
 class Warmup(_Part):
     """The strength rises from 0 over the first epochs."""
 
@@ -98,26 +100,27 @@ class Regularize(Training):
     """Training with a penalty on groups of weights."""
 
     penalty: Choice = "hoyer-square"
-    groups: str = "elements"
+    groups: Choices = "elements"
     strength: Strength
-    density: float | None = Field(default=None, gt=0, lt=1)
+    effective_density: float | None = Field(default=None, gt=0, lt=1)
     """The effective density to end at; the strength is then a first guess, and corrected after every epoch."""
     weigh: Literal["alike", "size"] = "alike"
     warmup: Warmup | None = None
-    select: str | tuple[str, ...] | None = None
+    parameters: str | tuple[str, ...] | None = None
+    """Globs of the parameters that are meant; without them, the weights of all layers."""
 
     @field_validator("penalty")
     @classmethod
     def _known_penalty(cls, choice: Choice) -> Choice:
+        from deephoyer.penalties import PENALTIES
+
         PENALTIES.make(**named(choice))
-        return choice
+        return plain(choice)
 
     @field_validator("groups")
     @classmethod
-    def _known_groups(cls, choice: str) -> str:
-        for name in choice.split("+"):
-            GROUPINGS[name]
-        return choice
+    def _known_groups(cls, choice: Choices) -> Choices:
+        return known_groups(choice)
 
     @field_validator("strength")
     @classmethod
@@ -128,7 +131,7 @@ class Regularize(Training):
 
     @model_validator(mode="after")
     def _one_strength_a_group(self) -> Regularize:
-        kinds = self.groups.split("+")
+        kinds = [named(choice)["choice"] for choice in several(self.groups)]
         if isinstance(self.strength, dict) and set(self.strength) != set(kinds):
             raise UserError(f"strength has {sorted(self.strength)}, the groups are {sorted(kinds)}.")
         return self
@@ -146,18 +149,23 @@ class Regularize(Training):
 
     @model_validator(mode="after")
     def _a_guess_can_be_corrected(self) -> Regularize:
-        if self.density is None:
+        if self.effective_density is None:
             return self
         if self.warmup is not None:
-            raise UserError("give a warmup or a density to end at, not both (regularize.warmup=null).")
+            raise UserError("give a warmup or an effective_density to end at, not both (regularize.warmup=null).")
         if isinstance(self.strength, tuple):
-            raise UserError("give a list of strengths or a density to end at, not both (regularize.density=null).")
+            raise UserError(
+                "give a list of strengths or an effective_density to end at, not both "
+                "(regularize.effective_density=null)."
+            )
         if not all(_numbers(self.strength)):
-            raise UserError("a strength of 0 can't be corrected; give a small one, like 1e-5, with the density.")
+            raise UserError("a strength of 0 can't be corrected; give a small one, like 1e-5.")
         return self
 
     def schedules(self, steps_an_epoch: int) -> Any:
         """The strength as the regularizer takes it."""
+        from deephoyer.strength import SCHEDULES, Listed
+
         if isinstance(self.strength, tuple):
             return Listed(self.strength, steps_an_epoch)
         if self.warmup is None:
@@ -185,96 +193,128 @@ class Target(_Part):
 
 
 class Prune(_Part):
-    """A rule, by name, with its value (or `rules` a pattern, for per-layer), or with a target that its value meets."""
+    """A rule, by name or with settings, and its value, or a target that the value meets."""
 
-    rule: str = "std-ratio"
+    rule: Choice = "std-ratio"
     value: float | None = None
-    scope: Literal["layer", "global"] | None = None
-    rules: dict[str, dict[str, Any]] | None = None
+    """The rule's own setting `value`, for rules that have one; short for `rule: {name: …, value: …}`."""
     target: Target | None = None
-    groups: str = "elements"
-    select: str | tuple[str, ...] | None = None
+    groups: Choices = "elements"
+    parameters: str | tuple[str, ...] | None = None
+    """Globs of the parameters that are meant; without them, the weights of all layers."""
     allow_empty: bool = False
     multiple: int = Field(default=1, ge=1)
 
-    _known_groups = field_validator("groups")(Regularize._known_groups.__func__)  # type: ignore[attr-defined]
+    @field_validator("groups")
+    @classmethod
+    def _known_groups(cls, choice: Choices) -> Choices:
+        return known_groups(choice)
+
+    @field_validator("rule")
+    @classmethod
+    def _known_rule(cls, choice: Choice) -> Choice:
+        from deephoyer.rules import RULES
+
+        RULES[named(choice)["choice"]]
+        return plain(choice)
 
     @model_validator(mode="after")
     def _multiples_of_one_kind(self) -> Prune:
-        if self.multiple > 1 and "+" in self.groups:
+        if self.multiple > 1 and len(several(self.groups)) > 1:
             raise UserError(f"multiple goes with one kind of group, not {self.groups}; coupled has both sides in one.")
         return self
 
     @model_validator(mode="after")
     def _makes_a_rule(self) -> Prune:
+        settings = named(self.rule)
         if self.target is None:
             self.make()
-        elif self.value is not None:
+        elif self.value is not None or "value" in settings:
             raise UserError("give a value, or a target that finds one, not both (prune.value=null).")
-        elif self.scope is not None or self.rules is not None:
-            raise UserError("scope and rules don't go with a target.")
+        elif len(settings) > 1:
+            raise UserError(f"a target goes with a rule that needs a value alone, not {self.rule}.")
         else:
             self.threshold()
         return self
 
     def threshold(self) -> type[Threshold]:
         """The rule whose value a target finds."""
+        from deephoyer.rules import Absolute, StdRatio
+
         known = {kind.title(): kind for kind in (StdRatio, Absolute)}
         if self.rule not in known:
             raise unknown("rule with a value to be found", self.rule, known)
-        return known[self.rule]
+        return known[str(self.rule)]
 
     def make(self) -> Rule:
-        settings = {
-            k: v for k, v in (("value", self.value), ("scope", self.scope), ("rules", self.rules)) if v is not None
-        }
-        return RULES.make(self.rule, **settings)
+        """The rule itself, where no target is to find its value."""
+        from deephoyer.rules import RULES
+
+        settings = named(self.rule)
+        if self.value is not None and "value" in settings:
+            raise UserError(f"the rule has a value of its own, {settings['value']}; leave out prune.value or that.")
+        return RULES.make(**settings, **({} if self.value is None else {"value": self.value}))
+
+
+class Teacher(_Part):
+    """A teacher whose file does not say which model it is of."""
+
+    file: str
+    model: Choice
+
+    @field_validator("model")
+    @classmethod
+    def _known_model(cls, choice: Choice) -> Choice:
+        return known_model(choice)
 
 
 class Distill(_Part):
     """Learning from the mean prediction of trained networks besides the labels, while regularizing and finetuning.
 
-    With `keep` each is asked once, about every image in every position, in the recipe's precision; the answers
-    stay on disk for later runs. That is as many passes over the images as there are positions.
+    Each teacher is the words of a run ("parts/lenet-5-teacher seed=1") or a file. With `keep` each is asked once, about
+    every image in every position, in the recipe's precision; the answers stay on disk for later runs. That is as many
+    passes over the images as there are positions.
     """
 
-    model: Choice | tuple[Choice, ...]
-    checkpoints: tuple[str, ...] = Field(min_length=1)
+    teachers: tuple[str | Teacher, ...] = Field(min_length=1)
     temperature: float = Field(default=3.0, gt=0, allow_inf_nan=False)
     weight: float = Field(default=0.7, ge=0, le=1)
     keep: bool = False
 
-    @field_validator("model")
+    @field_validator("teachers")
     @classmethod
-    def _known_models(cls, choice: Choice | tuple[Choice, ...]) -> Choice | tuple[Choice, ...]:
-        for one in choice if isinstance(choice, tuple) else (choice,):
-            models.MODELS[named(one)["choice"]]
-        return choice
+    def _words_in_order(cls, teachers: tuple[str | Teacher, ...]) -> tuple[str | Teacher, ...]:
+        return tuple(ordered(teacher) if isinstance(teacher, str) else teacher for teacher in teachers)
 
-    @model_validator(mode="after")
-    def _one_model_a_checkpoint(self) -> Distill:
-        if isinstance(self.model, tuple) and len(self.model) != len(self.checkpoints):
-            raise UserError(
-                f"{len(self.model)} models are listed for {len(self.checkpoints)} checkpoints; "
-                "list one for each, or write one without a list for all."
-            )
-        return self
 
-    def teachers(self) -> list[tuple[Choice, str]]:
-        """Each teacher's model and the checkpoint that holds its weights."""
-        kinds = self.model if isinstance(self.model, tuple) else (self.model,) * len(self.checkpoints)
-        return list(zip(kinds, self.checkpoints, strict=True))
+class Expect(_Part):
+    """What the records of the recipe, as it is, came to: the mean over their seeds."""
+
+    accuracy: float = Field(gt=0, le=1)
+    nonzeros: int | None = None
+    macs: int | None = None
+    minutes: float | None = None
+    device: str | None = None
 
 
 class Recipe(_Part):
-    """The whole job: a model, its data, four stages; `rounds` repeats regularize and prune before finetuning."""
+    """The whole job: a model, its data, the stages; `rounds` repeats regularize and prune before finetuning.
 
+    A stage that is not there is not run.
+    """
+
+    about: str | None = None
+    needs: str | None = None
+    expect: Expect | Literal["not yet run"] | None = None
     model: Choice
     data: Choice
+    start: str | None = None
+    """The network that the run begins with, as the words of another run or a file; without it, a new one."""
     seed: int = Field(default=0, ge=0)
     batch_size: int = Field(default=100, ge=1)
     device: str = "auto"
-    select: Literal["held-out", "test-best"] = "held-out"
+    epoch_selection: Literal["held-out", "test-best"] = "held-out"
+    """Which epoch of a stage is kept: the best on images held out of training, or on the test images themselves."""
     held_out: float = Field(default=0.1, gt=0, lt=1)
     shift: int = Field(default=0, ge=0, le=16)
     flip: bool = False
@@ -286,16 +326,20 @@ class Recipe(_Part):
     """What `compact` may add to leave out channels that are dead in one layer alone."""
     distill: Distill | None = None
     rounds: int = Field(default=1, ge=1)
-    pretrain: Pretrain
-    regularize: Regularize
-    prune: Prune
-    finetune: Training
+    pretrain: Training | None = None
+    regularize: Regularize | None = None
+    prune: Prune | None = None
+    finetune: Training | None = None
 
     @field_validator("model")
     @classmethod
     def _known_model(cls, choice: Choice) -> Choice:
-        models.MODELS[named(choice)["choice"]]
-        return choice
+        return known_model(choice)
+
+    @field_validator("start")
+    @classmethod
+    def _words_in_order(cls, words: str | None) -> str | None:
+        return None if words is None else ordered(words)
 
     @field_validator("capture", "compile", mode="before")
     @classmethod
@@ -306,8 +350,10 @@ class Recipe(_Part):
     @field_validator("data")
     @classmethod
     def _known_data(cls, choice: Choice) -> Choice:
+        from deephoyer.lab.data import DATASETS
+
         DATASETS[named(choice)["choice"]]
-        return choice
+        return plain(choice)
 
     @field_validator("device")
     @classmethod
@@ -316,14 +362,53 @@ class Recipe(_Part):
             raise unknown("device", choice, ("auto", "cpu", "cuda", "cuda:0"))
         return choice
 
-    def files(self) -> list[tuple[str, str]]:
+    @model_validator(mode="after")
+    def _something_to_do(self) -> Recipe:
+        if not any(getattr(self, stage) for stage in STAGES):
+            raise UserError(f"there is no stage; a run has at least one of {', '.join(STAGES)}.")
+        if self.rounds > 1 and not (self.regularize and self.prune):
+            raise UserError("rounds repeats regularize and prune; both must be there (or rounds=1).")
+        if self.distill and not (self.regularize or self.finetune):
+            raise UserError("distill teaches while regularizing and finetuning; neither is there.")
+        return self
+
+    def stages(self) -> tuple[str, ...]:
+        """What the run goes through, in order; "start" where it begins with another network."""
+        present = tuple(stage for stage in STAGES if getattr(self, stage) is not None)
+        return ("start", *present) if self.start is not None else present
+
+    @property
+    def result_file(self) -> str:
+        """The file of the final network in the run's folder."""
+        return f"{TITLES[self.stages()[-1]]}.safetensors"
+
+    def networks(self) -> list[tuple[str, str | Teacher]]:
         """The networks that a run starts from or learns from, each with the key that names it."""
-        start = [self.pretrain.checkpoint] if self.pretrain.checkpoint else []
-        teachers = self.distill.checkpoints if self.distill else ()
-        return [("pretrain.checkpoint", f) for f in start] + [("distill.checkpoints", f) for f in teachers]
+        start = [self.start] if self.start is not None else []
+        teachers = self.distill.teachers if self.distill else ()
+        return [("start", one) for one in start] + [("distill.teachers", one) for one in teachers]
+
+    def settings(self) -> dict[str, Any]:
+        """What a run does, as JSON has it: without seed, device, words to a person, and keys at their default."""
+        content = self.model_dump(mode="json", exclude_defaults=True, exclude={"seed", "device", *DESCRIPTIVE})
+        return dict(_whole(content))
+
+    def digest(self) -> str:
+        """The recipe's identity: the same for runs that differ by seed or device alone, whatever it is called."""
+        text = json.dumps(self.settings(), sort_keys=True, ensure_ascii=True)
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def to_yaml(self) -> str:
         return yaml.safe_dump(self.model_dump(mode="json", exclude_none=True), sort_keys=False, allow_unicode=True)
+
+
+def _whole(value: Any) -> Any:
+    """1.0 as 1, everywhere: they are the same setting."""
+    if isinstance(value, dict):
+        return {key: _whole(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_whole(inner) for inner in value]
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value
 
 
 def named(choice: str | Mapping[str, Any]) -> dict[str, Any]:
@@ -340,18 +425,87 @@ def named(choice: str | Mapping[str, Any]) -> dict[str, Any]:
     return {"choice": settings.pop("name"), **settings}
 
 
-def type_at(path: list[str]) -> type[BaseModel]:
-    """The part of a recipe that `path` leads to."""
-    part: type[BaseModel] = Recipe
-    inner: dict[str, type[BaseModel]] = {
-        "pretrain": Pretrain,
-        "regularize": Regularize,
-        "prune": Prune,
-        "finetune": Training,
-        "warmup": Warmup,
-        "target": Target,
-        "distill": Distill,
-    }
-    for key in path:
-        part = inner.get(key, part)
-    return part
+def plain(choice: Choice) -> Choice:
+    """A mapping that holds nothing but a name as that name."""
+    return choice["name"] if isinstance(choice, dict) and set(choice) == {"name"} else choice
+
+
+def several(choices: Choices) -> list[Choice]:
+    """One or several choices as a list.
+
+    >>> several("filters+channels")
+    ['filters', 'channels']
+    """
+    if isinstance(choices, str):
+        return [name.strip() for name in choices.split("+")]
+    return list(choices) if isinstance(choices, tuple) else [choices]
+
+
+def known_model(choice: Choice) -> Choice:
+    """A model's name, checked."""
+    from deephoyer.lab.models import MODELS
+
+    MODELS[named(choice)["choice"]]
+    return plain(choice)
+
+
+def known_groups(choices: Choices) -> Choices:
+    """Groupings, checked; one that needs the network's graph gets that from the run."""
+    registry = groupings()
+    for choice in several(choices):
+        settings = named(choice)
+        if not getattr(registry[settings["choice"]], "needs_graph", False):
+            registry.make(**settings)
+    return choices if isinstance(choices, tuple) else plain(choices)
+
+
+def groupings() -> Registry[Grouping]:
+    """All groupings, those that come with the graph of channels among them."""
+    import deephoyer.structure  # noqa: F401 (adds its own)
+    from deephoyer.groups import GROUPINGS
+
+    return GROUPINGS
+
+
+def is_file(words: str) -> bool:
+    """Whether a network is named by its file, and not by the words of the run that makes it."""
+    return words.endswith(".safetensors")
+
+
+def ordered(words: str) -> str:
+    """The words of a run with the overrides in order, so that the same words are written the same; a file as it is.
+
+    >>> ordered("parts/lenet-5-teacher  seed=1 epoch_selection=test-best")
+    'parts/lenet-5-teacher epoch_selection=test-best seed=1'
+    """
+    if is_file(words):
+        return words
+    try:
+        base, *overrides = shlex.split(words)
+    except ValueError as why:
+        raise UserError(f"{words!r} are not the words of a run, like 'parts/lenet-5-teacher seed=1': {why}.") from None
+    return shlex.join([base, *sorted(overrides)])
+
+
+def keys() -> dict[str, type[BaseModel]]:
+    """Every key that may stand in a recipe, dotted, with the part it belongs to."""
+    return dict(_keys_of(Recipe, ""))
+
+
+_INNER: dict[str, type[BaseModel]] = {
+    "pretrain": Training,
+    "regularize": Regularize,
+    "prune": Prune,
+    "finetune": Training,
+    "warmup": Warmup,
+    "target": Target,
+    "distill": Distill,
+    "expect": Expect,
+}
+
+
+def _keys_of(part: type[BaseModel], prefix: str) -> Iterable[tuple[str, type[BaseModel]]]:
+    for key in part.model_fields:
+        yield prefix + key, part
+        if key in _INNER:
+            yield from _keys_of(_INNER[key], f"{prefix}{key}.")

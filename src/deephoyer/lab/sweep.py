@@ -100,7 +100,7 @@ def progress_table(team: Sequence[Member]) -> Table:
 def result_table(team: Sequence[Member]) -> Table:
     """What came out, one row per member."""
     table = Table(title="sweep", title_justify="left")
-    for title in ("", "nonzeros", "density", "widths", "MACs, paper's counting", "dense", "finetuned"):
+    for title in ("", "nonzeros", "density", "layer widths", "MACs, paper's counting", "at first", "in the end"):
         table.add_column(title, justify="left" if not title else "right")
     for member in team:
         record = member.result()
@@ -112,9 +112,9 @@ def result_table(team: Sequence[Member]) -> Table:
             member.title,
             f"{total['nonzeros']:,}",
             f"{total['nonzeros'] / total['weights']:.2%}",
-            record["sparse"]["structure"] or "",
+            record["sparse"]["layer_widths"] or "",
             f"{total['macs_paper']:,}",
-            f"{accuracy['dense']:.2%}",
-            f"{accuracy['finetuned']:.2%}",
+            f"{next(iter(accuracy.values())):.2%}",
+            f"{next(reversed(accuracy.values())):.2%}",
         )
     return table

@@ -35,6 +35,7 @@ class Coupled(Grouping):
     """
 
     name = "coupled"
+    needs_graph = True
 
     def __init__(self, model: nn.Module, example_inputs: Examples):
         self.model = unwrap(model)

@@ -15,12 +15,13 @@ from deephoyer.structure.equality import same
 from deephoyer.structure.fold_constants import fold
 
 
-def tidy(model: nn.Module, example_inputs: Examples) -> nn.Module:
+def tidy(model: nn.Module, example_inputs: Examples, *, groups: Coupled | None = None) -> nn.Module:
     """A copy in eval mode without idle weights; `Differs` is raised if its outputs are not the same.
 
     They are compared on the example inputs and on random ones. Constants go into the biases of the layers that read
     them, pruned biases too. Where one layer has no bias to take a constant, or a weight would have to come back to
-    carry it, as behind zero padding, the whole copy is as the model was.
+    carry it, as behind zero padding, the whole copy is as the model was. `groups` shares the graph of a `Coupled` made
+    from this model.
 
     >>> import torch
     >>> net = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1))
@@ -28,7 +29,7 @@ def tidy(model: nn.Module, example_inputs: Examples) -> nn.Module:
     >>> tidy(net, torch.randn(5, 2))[2].weight[0, 0].item()
     0.0
     """
-    graph = Coupled(model, example_inputs).graph
+    graph = (groups or Coupled(model, example_inputs)).graph
     made = clean_copy(model)
     fold(made, example_inputs)
     dead_channels(made, graph)

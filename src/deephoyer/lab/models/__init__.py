@@ -15,6 +15,7 @@ from deephoyer.lab.models.alexnet import AlexNet
 from deephoyer.lab.models.lenet import LeNet5, LeNet300
 from deephoyer.lab.models.resnet_cifar import CIFAR_DEPTHS, cifar_resnet
 from deephoyer.lab.models.resnet_imagenet import resnet50
+from deephoyer.lab.schema import Choice, named
 from deephoyer.registry import Registry
 
 MODELS: Registry[nn.Module] = Registry("model", "models")
@@ -39,6 +40,16 @@ def make(name: str, **settings: Any) -> nn.Module:
     except UserError as why:
         text = str(why)
         raise UserError(text if text.startswith("model ") else f"model {name!r}: {text}") from None
+
+
+def of(choice: Choice) -> nn.Module:
+    """The network that a recipe names by `model:`, freshly initialised.
+
+    >>> of({"name": "lenet-300-100", "dropout": 0.2}).training
+    True
+    """
+    settings = named(choice)
+    return make(settings.pop("choice"), **settings)
 
 
 def input_shape(name: str) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deephoyer.counting import count, structure
+from deephoyer.counting import count, layer_widths
 from deephoyer.lab import data as datasets
 from deephoyer.lab import models
 from deephoyer.lab.report.record import Compacted, Layer, Measured, Total
@@ -25,8 +25,7 @@ BATCH = 200  # what a convolution's output of this many images takes fits into a
 
 def build(recipe: Mapping[str, Any]) -> nn.Module:
     """A fresh network of the recipe's kind."""
-    settings = named(recipe["model"])
-    return models.make(settings.pop("choice"), **settings)
+    return models.of(recipe["model"])
 
 
 def measure(model: nn.Module, recipe: Mapping[str, Any], compacted: bool = True) -> Measured:
@@ -41,7 +40,7 @@ def measure(model: nn.Module, recipe: Mapping[str, Any], compacted: bool = True)
     return Measured(
         right=_right(model if small is None else small, x, y),
         images=len(x),
-        structure=structure(rows),
+        structure=layer_widths(rows),
         total=Total(
             weights=total.weights,
             nonzeros=total.nonzeros,

@@ -9,15 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from deephoyer.errors import UserError
-from deephoyer.export import provenance, save
+from deephoyer.export import save
 from deephoyer.files import folder_at
-from deephoyer.lab.recipe import full_name
 from deephoyer.lab.report import record as records
 from deephoyer.lab.report.measure import build, measure
 from deephoyer.lab.report.origin import origin
 from deephoyer.lab.report.record import WEIGHTS, Measured, Record, WeightsFile
 from deephoyer.lab.report.timing import timings
-from deephoyer.lab.runs import checkpoint
+from deephoyer.lab.runs import checkpoint, find
 from deephoyer.lab.runs.folder import RunFolder
 from deephoyer.lab.schema import STAGES, Recipe
 from deephoyer.lab.train.result import recorded
@@ -46,7 +45,7 @@ def publish(
     base, overrides = origin(recipe, base)
     content = recipe.model_dump(mode="json", exclude_none=True)
     model = build(content)
-    checkpoint.fill(model, folder / "finetuned.safetensors", str(folder.path))
+    checkpoint.fill(model, folder / recipe.result_file, str(folder.path))
     measured = measure(model, content, "compact" in summary)
     _agree(folder, summary, measured)
     folder_at(place)
@@ -58,7 +57,7 @@ def publish(
         overrides=tuple(overrides),
         row=row,
         tags=tuple(tags),
-        protocol=recipe.select,
+        protocol=recipe.epoch_selection,
         selected=summary["selected"],
         accuracy=summary["accuracy"],
         prune_value=summary.get("prune_value"),
@@ -78,7 +77,7 @@ def name_of(run: str | Path, base: str | None = None) -> str:
     """The name that a run's record gets: its recipe and overrides, so that no run is published twice."""
     recipe = finished(RunFolder(run))[1]
     base, overrides = origin(recipe, base)
-    name = re.sub(r"[_*]+", "_", full_name(base, overrides))
+    name = re.sub(r"[_*]+", "_", ",".join(re.sub(r"[^\w.=+*-]", "_", part) for part in (base, *overrides)))
     if len(name) <= 120:
         return name
     return f"{base},{hashlib.sha256(name.encode()).hexdigest()[:8]},seed={recipe.seed}"
@@ -101,17 +100,13 @@ def finished(folder: RunFolder) -> tuple[dict[str, Any], Recipe]:
 
 def _no_test_images_behind(folder: RunFolder, recipe: Recipe) -> None:
     """A held-out run may build only on networks that say they were selected on held-out images, too."""
-    if recipe.select != "held-out":
+    if recipe.epoch_selection != "held-out":
         return
-    for _, file in recipe.files():
-        try:
-            protocol = provenance(Path(file)).get("protocol")
-        except UserError:
-            protocol = None
-        if protocol != "held-out":
+    for key, words in recipe.networks():
+        if find.network(words, key).epoch_selection != "held-out":
             raise UserError(
-                f"{folder.path}: builds on {file}, which was selected on test images or does not say. "
-                "A held-out record needs the finetuned.safetensors of a held-out run there."
+                f"{folder.path}: builds on {words}, whose epochs were selected on test images or which does not say. "
+                "A held-out record needs a network of a held-out run there."
             )
 
 
@@ -128,10 +123,10 @@ def _agree(folder: RunFolder, summary: dict[str, Any], measured: Measured) -> No
     """The weights must be those that the run measured."""
     then, now = summary["sparse"]["total"]["nonzeros"], measured.total.nonzeros
     if then != now:
-        raise UserError(f"{folder.path}: summary.json has {then:,} nonzeros, finetuned.safetensors {now:,}.")
-    seen = summary["accuracy"]["finetuned"]
+        raise UserError(f"{folder.path}: summary.json has {then:,} nonzeros, the network {now:,}.")
+    seen = next(reversed(summary["accuracy"].values()))
     if abs(seen - measured.accuracy) * 10_000 > APART:
-        raise UserError(f"{folder.path}: summary.json has accuracy {seen}, finetuned.safetensors {measured.accuracy}.")
+        raise UserError(f"{folder.path}: summary.json has accuracy {seen}, the network {measured.accuracy}.")
 
 
 def _metrics(folder: RunFolder) -> list[dict[str, Any]]:

@@ -122,8 +122,8 @@ class Record(_Part):
     def _speaks_with_one_voice(self) -> Record:
         if self.command != command(self.base, self.overrides):
             raise ValueError(f"command is not what base and overrides make: {command(self.base, self.overrides)!r}")
-        if self.settings.select != self.protocol:
-            raise ValueError(f"protocol is {self.protocol!r}, the recipe selects by {self.settings.select!r}")
+        if self.settings.epoch_selection != self.protocol:
+            raise ValueError(f"protocol is {self.protocol!r}, the recipe selects by {self.settings.epoch_selection!r}")
         return self
 
     @cached_property
@@ -147,8 +147,8 @@ class Record(_Part):
 def command(base: str, overrides: Iterable[str], verb: str = "run") -> str:
     """What to type to run it again.
 
-    >>> command("demo", ["seed=1", "prune.select=*"])
-    "deephoyer run demo seed=1 'prune.select=*'"
+    >>> command("demo", ["seed=1", "prune.parameters=*"])
+    "deephoyer run demo seed=1 'prune.parameters=*'"
     """
     return shlex.join(["deephoyer", verb, base, *overrides])
 

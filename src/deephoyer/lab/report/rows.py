@@ -34,7 +34,8 @@ class Kind:
 
     def holds(self, record: Record) -> bool:
         """Whether a record belongs here: the network is the same, and so is what was made sparse."""
-        elements = record.settings.regularize.groups == "elements"
+        stage = record.settings.regularize
+        elements = stage is not None and stage.groups == "elements"
         return record.model == self.model and elements == (self.counts == "nonzeros")
 
 

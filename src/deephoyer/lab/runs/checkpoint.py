@@ -7,7 +7,7 @@ known to `run.py` only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -89,13 +89,6 @@ def refill(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], rest
 def write_weights(path: Path, model: nn.Module) -> None:
     """The weights alone, as plain safetensors that any program can read."""
     write_atomically(path, safetensors.torch.save({n: t.cpu().contiguous() for n, t in model.state_dict().items()}))
-
-
-def expect(files: Iterable[tuple[str, str]]) -> None:
-    """What later stages will read, by the recipe's keys, must be there before the first one trains for hours."""
-    for key, path in files:
-        if not Path(path).is_file():
-            raise UserError(f"{key}: there is no file {path}; paths are taken from the folder you are in.")
 
 
 def fill(model: nn.Module, path: Path, key: str) -> None:

@@ -14,7 +14,10 @@ from typing import Any, TextIO
 from deephoyer.errors import UserError
 from deephoyer.files import write_atomically
 from deephoyer.lab import recipe as recipes
-from deephoyer.lab.schema import STAGES, Recipe
+from deephoyer.lab.recipe import Command
+from deephoyer.lab.schema import DESCRIPTIVE, STAGES, Recipe
+
+COMMAND, RECIPE = "command.json", "recipe.yaml"
 
 
 class RunFolder:
@@ -60,20 +63,40 @@ class RunFolder:
             raise UserError(f"{path}: can't be read: {why}.") from None
 
     def recipe(self) -> Recipe | None:
-        """The recipe that this folder was made by."""
-        path = self.path / "recipe.yaml"
-        return recipes.parse(path.read_text(encoding="utf-8"), str(path)) if path.exists() else None
+        """The recipe that this folder was made by, every setting written out; None where there is none yet."""
+        path = self.path / RECIPE
+        if not path.exists():
+            return None
+        if not (self.path / COMMAND).exists():
+            raise UserError(
+                f"run folder {self.path}: was made by deephoyer 0.1, which can still read it; "
+                "to run it again, give another folder with --out, or delete this one."
+            )
+        return recipes.parse(path.read_text(encoding="utf-8"), str(path))
+
+    def command(self) -> Command | None:
+        """The words that the run was started with; None for one that was started from Python."""
+        said = self.read_json(COMMAND)
+        return Command(said["base"], tuple(said["overrides"])) if said.get("base") else None
+
+    def write_words(self, command: Command | None, recipe: Recipe) -> None:
+        """What was typed, what it came to, and the run's identity, by which other runs find it."""
+        typed = {"base": command.base, "overrides": list(command.overrides)} if command else {"base": None}
+        self.write_json(COMMAND, typed | {"digest": recipe.digest(), "seed": recipe.seed})
+        write_atomically(self.path / RECIPE, recipe.to_yaml().encode())
 
     def check(self, wanted: Recipe, stage: str, epoch: int, round: int = 0) -> None:
         """Refuses a recipe that differs from the folder's in anything that has already been used."""
         have = self.recipe()
         if have is None:
             return
-        later = STAGES[STAGES.index(stage) + (epoch > 0) :] if stage in STAGES else ()
+        order = ("start", *STAGES)
+        later = order[order.index(stage) + (epoch > 0) :] if stage in order else ()
         later = later[-1:] if round else later  # every stage but finetuning has been used
+        free = (*later, "device", *DESCRIPTIVE)  # a run may move
         mine, theirs = (r.model_dump(mode="json") for r in (wanted, have))
         for key in mine:
-            if mine[key] != theirs[key] and key not in later and key != "device":  # a run may move
+            if mine[key] != theirs[key] and key not in free:
                 raise UserError(
                     f"run folder {self.path}: made by another recipe ({_difference(key, theirs[key], mine[key])}). "
                     "Give another folder with --out, or delete this one."

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from deephoyer.errors import UserError
-from deephoyer.lab.schema import STAGES
 
 
 @dataclass
 class State:
     """Plain numbers and words, as JSON has them."""
 
-    stage: str = STAGES[0]
+    stage: str = ""
+    """The stage that comes next; "" before the first, "done" after the last."""
     epoch: int = 0
     round: int = 0
     best: float = -1.0

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from deephoyer.errors import UserError
 from deephoyer.lab import models
 from deephoyer.lab.data import Dataset
-from deephoyer.lab.runs import checkpoint
-from deephoyer.lab.schema import Recipe, named
+from deephoyer.lab.runs import checkpoint, find
+from deephoyer.lab.schema import Recipe
 from deephoyer.lab.train import teacher_cache
 from deephoyer.lab.train.augment import place
 from deephoyer.lab.train.batches import moved
@@ -125,10 +125,14 @@ def teachers_of(recipe: Recipe, data: Dataset, device: torch.device, say: Callab
     settings = recipe.distill
     assert settings is not None
     made = []
-    for kind, path in settings.teachers():
-        chosen = named(kind)
-        teacher = models.make(chosen.pop("choice"), **chosen).to(device)
-        checkpoint.fill(teacher, Path(path), "distill.checkpoints")
+    for network in (find.network(words, "distill.teachers") for words in settings.teachers):
+        if network.model is None:
+            raise UserError(
+                f"distill.teachers: {network.path} does not say which model it is of; "
+                "write {file: …, model: …} in its place."
+            )
+        teacher = models.of(network.model).to(device)
+        checkpoint.fill(teacher, network.path, "distill.teachers")
         made.append(teacher.to(memory_format=torch.channels_last) if recipe.channels_last else teacher)
     return Teachers(
         made,

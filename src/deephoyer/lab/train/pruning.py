@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,9 +20,10 @@ if TYPE_CHECKING:
 def pruned(run: Run) -> Masks:
     """Prunes the run's network in place; one that is cut through is refused, for it would keep any target."""
     settings = run.recipe.prune
+    assert settings is not None
     groups = run.groups(settings.groups)
     rule = settings.make() if settings.target is None else _aimed(run, settings, settings.target, groups)
-    masks = prune(run.model, rule, groups, settings.select, settings.allow_empty, settings.multiple)
+    masks = prune(run.model, rule, groups, settings.parameters, settings.allow_empty, settings.multiple)
     if not _tells_images_apart(run):
         raise UserError(
             "prune: nothing of an image reaches the outputs any more. Ask for less, or regularize more gently; "
@@ -32,10 +32,9 @@ def pruned(run: Run) -> Masks:
     return masks
 
 
-def warning_of_loss(accuracy: Mapping[str, float]) -> str | None:
-    """What to say, by the accuracies after each stage, of a cut that took more than half of what there was."""
-    before, after = accuracy["regularized"], accuracy["pruned"]
-    if after >= before / 2:
+def warning_of_loss(before: float | None, after: float) -> str | None:
+    """What to say, by the accuracies before and after it, of a cut that took more than half of what there was."""
+    if before is None or after >= before / 2:
         return None
     return (
         f"prune: accuracy fell from {before:.1%} to {after:.1%}; finetuning may not bring that back. Prune less at "
@@ -56,7 +55,7 @@ def _aimed(run: Run, settings: Prune, target: Target, groups: list[str | Groupin
         assert least is not None
         goal = targets.accuracy(lambda: run.accuracy(*run.watched), least)
     found = targets.value_for(
-        goal, run.model, settings.threshold(), groups, settings.select, settings.allow_empty, settings.multiple
+        goal, run.model, settings.threshold(), groups, settings.parameters, settings.allow_empty, settings.multiple
     )
     run.state.prune_value = found.value
     run.progress.note(f"prune: {settings.rule} {found.value:.4g}, where {goal.name} is {found.number:.4g}")

@@ -5,6 +5,7 @@ The record is `summary.json` in the run's folder. Training is over when this is 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,10 +17,11 @@ from deephoyer.export import save
 from deephoyer.lab.runs.folder import RunFolder
 from deephoyer.lab.train.run import Run
 from deephoyer.masks import Masks
-from deephoyer.structure import compact, tidy
+from deephoyer.structure import Coupled, compact, tidy
 from deephoyer.summary import Summary, summary
 
-FORMAT = "deephoyer-result-1"
+FORMAT = "deephoyer-result-2"
+COMPACT = "compact.safetensors"
 BATCHES = (1, 64, 256)
 """Batch sizes at which the dense and the compacted network are timed."""
 
@@ -37,27 +39,30 @@ def finish(run: Run) -> dict[str, Any]:
     if (run.folder / "summary.json").exists():
         return recorded(run.folder)
     example = run.data.floats(run.data.test_x[:2])
-    final, why_not = _without_idle_weights(run, example)
-    sparse = summary(final, example, latency=False).to_json()
+    graph = _graph(run, example)
+    final, why_not = _without_idle_weights(run, example, graph)
     record: dict[str, Any] = {
         "format": FORMAT,
         "recipe": run.recipe.model_dump(mode="json"),
+        "digest": run.recipe.digest(),
         "environment": run.folder.read_json("environment.json"),
-        "protocol": run.recipe.select,
+        "protocol": run.recipe.epoch_selection,
         "selected": run.state.selected,
         "accuracy": run.state.accuracy,
         "seconds": {stage: round(s, 1) for stage, s in run.state.seconds.items()},
-        "sparse": sparse,
+        "sparse": summary(final, example, latency=False).to_json(),
     }
     if why_not is not None:
         record["not_tidied"] = why_not
     if run.state.prune_value is not None:
         record["prune_value"] = run.state.prune_value
-    origin = {"recipe": record["recipe"], "accuracy": run.state.accuracy, "protocol": run.recipe.select}
-    stored = save(final, run.folder / "finetuned.safetensors", masks=_zeros(final, run.masks), provenance=origin)
-    files = record["files"] = {"finetuned.safetensors": stored}
+    origin = {"recipe": record["recipe"], "accuracy": run.state.accuracy, "protocol": run.recipe.epoch_selection}
+    file = run.recipe.result_file
+    files = record["files"] = {
+        file: save(final, run.folder / file, masks=_zeros(final, run.masks), provenance=origin),
+    }
     try:
-        record |= _compacted(run, example, origin, files)
+        record |= _compacted(run, example, graph, origin, files)
     except UserError as why:
         # The run's weights and counts are good all the same.
         record["not_compacted"] = str(why)
@@ -65,15 +70,25 @@ def finish(run: Run) -> dict[str, Any]:
     return record
 
 
-def _without_idle_weights(run: Run, example: Tensor) -> tuple[nn.Module, str | None]:
-    """The network that is counted and kept; as it was trained, and why, where its idle weights can't be told."""
+def _graph(run: Run, example: Tensor) -> Coupled | UserError:
+    """The channels of the final network, worked out and proven once for all that follows; or why they can't be."""
     try:
-        made = tidy(run.model, example)
+        return Coupled(run.model, example)
+    except UserError as why:
+        return why
+
+
+def _without_idle_weights(run: Run, example: Tensor, graph: Coupled | UserError) -> tuple[nn.Module, str | None]:
+    """The network that is counted and kept; as it was trained, and why, where its idle weights can't be told."""
+    if isinstance(graph, UserError):
+        return run.model, str(graph)
+    try:
+        made = tidy(run.model, example, groups=graph)
     except UserError as why:
         return run.model, str(why)
     before, after = (run.predictions(m, run.data.test_x) for m in (run.model, made))
     if not torch.equal(before, after):
-        return run.model, f"without them it predicts otherwise for {int((before != after).sum())} of the test images."
+        return run.model, f"without them it {_differs(int((before != after).sum()), len(after))}."
     return made, None
 
 
@@ -85,15 +100,20 @@ def _zeros(model: nn.Module, masks: Masks | None) -> Masks | None:
     return Masks({n: left[n] | masks[n].to(left[n].device) if left[n].dim() < 2 else left[n] for n in left})
 
 
-def _compacted(run: Run, example: Tensor, origin: dict[str, Any], files: dict[str, int]) -> dict[str, Any]:
+def _compacted(
+    run: Run, example: Tensor, graph: Coupled | UserError, origin: dict[str, Any], files: dict[str, int]
+) -> dict[str, Any]:
     """The smaller network: saved, measured against the dense one, and its predictions compared image by image."""
-    small = compact(run.model, example, joints=run.recipe.joints)
-    files["compact.safetensors"] = save(small, run.folder / "compact.safetensors", provenance=origin)
+    if isinstance(graph, UserError):
+        raise graph
+    small = compact(run.model, example, groups=graph, joints=run.recipe.joints)
+    files[COMPACT] = save(small, run.folder / COMPACT, provenance=origin)
     dense = run.fresh_model()
     before, after = (run.predictions(m, run.data.test_x) for m in (run.model, small))
     return {
         "compact": summary(small, example, baseline=dense, batch_sizes=BATCHES).to_json(),
         "changed_predictions": int((before != after).sum()),
+        "test_images": len(after),
     }
 
 
@@ -110,20 +130,25 @@ def tables(record: dict[str, Any], width: int) -> list[Table | str]:
         made.append(f"idle weights were left in: {record['not_tidied']}")
     if "compact" in record:
         made.append(Summary.from_json(record["compact"]).comparison(width))
-        images = record["changed_predictions"]
-        made.append(f"the compacted network predicts otherwise for {images} of the test images")
+        made.append(f"the compacted network {_differs(record['changed_predictions'], record['test_images'])}")
     else:
         made.append(f"not compacted: {record['not_compacted']}")
     made.append(", ".join(f"{name} {size:,} bytes" for name, size in record["files"].items()))
     return made
 
 
-def _accuracies(record: dict[str, Any]) -> Table:
+def _differs(count: int, images: int) -> str:
+    return f"differs on {count:,} of {images:,} test images"
+
+
+def _accuracies(record: Mapping[str, Any]) -> Table:
     table = Table(title=f"test accuracy; {PROTOCOLS[record['protocol']]} is selected", title_justify="left")
-    for stage in record["accuracy"]:
-        table.add_column(stage, justify="right")
-    table.add_column("lost", justify="right")
-    accuracy = record["accuracy"]
-    lost = 100 * (accuracy["dense"] - accuracy["finetuned"])
-    table.add_row(*(f"{100 * a:.2f} %" for a in accuracy.values()), f"{lost:.2f} points")
+    accuracy: dict[str, float] = record["accuracy"]
+    cells = {stage: f"{value:.2%}".replace("%", " %") for stage, value in accuracy.items()}
+    if len(accuracy) > 1:
+        change = list(accuracy.values())[-1] - next(iter(accuracy.values()))
+        cells["gained" if change > 0 else "lost"] = f"{100 * abs(change):.2f} points"
+    for title in cells:
+        table.add_column(title, justify="right")
+    table.add_row(*cells.values())
     return table

@@ -1,4 +1,4 @@
-"""A run: pretrain, regularize, prune, finetune, as a recipe says, resumable after a kill at any moment.
+"""A run: those of pretrain, regularize, prune and finetune that its recipe has, resumable after a kill at any moment.
 
 One loop serves all stages. Which model, which data and which penalty are names in the recipe.
 """
@@ -19,15 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from deephoyer.errors import UserError
-from deephoyer.files import write_atomically
 from deephoyer.groups import Grouping
 from deephoyer.lab import data as datasets
 from deephoyer.lab import models
 from deephoyer.lab.data import Dataset
-from deephoyer.lab.runs import checkpoint, environment
+from deephoyer.lab.recipe import Command
+from deephoyer.lab.runs import checkpoint, environment, find
 from deephoyer.lab.runs.folder import RunFolder
 from deephoyer.lab.runs.state import State
-from deephoyer.lab.schema import STAGES, Recipe, Regularize, Training, named
+from deephoyer.lab.schema import TITLES, Choices, Recipe, Regularize, Training, groupings, named, several
 from deephoyer.lab.train import batches
 from deephoyer.lab.train.batches import Epoch
 from deephoyer.lab.train.distill import Teachers, teachers_of
@@ -40,10 +40,7 @@ from deephoyer.lab.train.strength_control import Pursuit, aim_of
 from deephoyer.masks import Masks
 from deephoyer.penalties import PENALTIES
 from deephoyer.regularizer import Regularizer
-from deephoyer.structure import Coupled
 
-TITLES = {"pretrain": "dense", "regularize": "regularized", "prune": "pruned", "finetune": "finetuned"}
-"""What the network is called after each stage."""
 SAVE_SECONDS = 5.0
 """A checkpoint is written at the end of an epoch when the last one is older than this."""
 
@@ -52,12 +49,18 @@ WATCHED_AT_ONCE = {"cpu": 1000, "cuda": 5000}
 
 
 class Run:
-    """Takes a recipe through its stages in a folder. `execute()` starts or resumes."""
+    """Takes a recipe through its stages in a folder. `execute()` starts or resumes.
 
-    def __init__(self, recipe: Recipe, folder: str | Path, progress: Silent | None = None):
-        self.recipe, self.folder = recipe, RunFolder(folder)
+    `command` is what was typed, for the folder to keep.
+    """
+
+    def __init__(
+        self, recipe: Recipe, folder: str | Path, progress: Silent | None = None, command: Command | None = None
+    ):
+        self.recipe, self.folder, self.command = recipe, RunFolder(folder), command
+        self.stages = recipe.stages()
         self.progress = progress or Silent()
-        self.state = State()
+        self.state = State(stage=self.stages[0])
         self.masks: Masks | None = None
         self._best: dict[str, Tensor] = {}
         self._ahead: tuple[int, Epoch] | None = None
@@ -69,7 +72,7 @@ class Run:
         try:
             with self.progress, environment.tuned(self.recipe.precision):
                 resumed = self.prepare()
-                while self.state.stage in STAGES:
+                while not self.finished():
                     self._stage(self.state.stage, resumed)
                     resumed = {}
         finally:
@@ -77,7 +80,7 @@ class Run:
         return self
 
     def finished(self) -> bool:
-        return self.state.stage not in STAGES
+        return self.state.stage not in self.stages
 
     # Starting and resuming
 
@@ -91,11 +94,12 @@ class Run:
         self.folder.check(self.recipe, self.state.stage, self.state.epoch, self.state.round)
         self.device = environment.pick_device(self.recipe.device)
         if not self.finished():
-            begun = self.state.stage != "pretrain"  # what it began with is in its own checkpoint now
-            checkpoint.expect(f for f in self.recipe.files() if not (begun and f[0] == "pretrain.checkpoint"))
+            for key, words in self.recipe.networks():  # before the first stage trains for hours
+                if key != "start" or self.state.stage == "start":  # later it is in the run's own checkpoint
+                    find.network(words, key)
         self._build()
         if not self.finished():
-            write_atomically(self.folder / "recipe.yaml", self.recipe.to_yaml().encode())
+            self.folder.write_words(self.command, self.recipe)
             self.folder.write_json("environment.json", environment.describe(self.device))
         self.folder.cut_metrics(self.state.metrics_size)
         return self._restore(found[0]) if found else {}
@@ -109,10 +113,10 @@ class Run:
         self._try_one_image()
         count = len(self.data.train_x)
         everything = torch.arange(count)
-        if self.recipe.select == "held-out":
+        if self.recipe.epoch_selection == "held-out":
             # The same images for every seed, so that runs can be compared on them.
             everything = torch.randperm(count, generator=torch.Generator().manual_seed(0))
-        held = round(self.recipe.held_out * count) if self.recipe.select == "held-out" else 0
+        held = round(self.recipe.held_out * count) if self.recipe.epoch_selection == "held-out" else 0
         self.held_out = everything[:held].to(self.device)
         self.pool = everything[held:].sort().values  # on the CPU, where epochs are drawn
         if len(self.pool) < 1:
@@ -138,7 +142,7 @@ class Run:
         self._best = {n: t.to(self.device) for n, t in parts["best"].items()}
         if parts["masks"]:
             self.masks = Masks.from_state_dict(parts["masks"], self.model)
-        if self.state.stage in STAGES and self.state.epoch:
+        if not self.finished() and self.state.epoch:
             self.progress.note(f"resumes {self.folder.path} in stage {self.state.stage} after epoch {self.state.epoch}")
         return parts["optimizer"]
 
@@ -148,8 +152,8 @@ class Run:
         began = time.monotonic() - self.state.seconds.get(stage, 0.0)
         if stage == "prune":
             self.prune()
-        elif stage == "pretrain" and self.recipe.pretrain.checkpoint:
-            self.take_checkpoint()
+        elif stage == "start":
+            self.take_start()
         else:
             self._train(stage, getattr(self.recipe, stage), resumed, began)
         self.close_stage(began)
@@ -157,8 +161,12 @@ class Run:
     def prune(self) -> None:
         self.masks = pruned(self)
 
-    def take_checkpoint(self) -> None:
-        checkpoint.fill(self.model, Path(self.recipe.pretrain.checkpoint or ""), "pretrain.checkpoint")
+    def take_start(self) -> None:
+        """Begins with the network that the recipe names."""
+        assert self.recipe.start is not None
+        found = find.network(self.recipe.start, "start")
+        self.progress.note(f"starts from {found.path}")
+        checkpoint.fill(self.model, found.path, "start")
 
     def close_stage(self, began: float) -> None:
         """Notes what the stage came to and steps to the next; `began` is when it would have if never cut off."""
@@ -167,19 +175,24 @@ class Run:
         if stage in ("pretrain", "regularize"):
             checkpoint.write_weights(self.folder / f"{title}.safetensors", self.model)
         self.state.accuracy[title] = self.accuracy(self.data.test_x, self.data.test_y)
-        if stage == "prune" and (told := warning_of_loss(self.state.accuracy)):
+        if stage == "prune" and (told := warning_of_loss(self._accuracy_before(stage), self.state.accuracy[title])):
             self.progress.note(told)
         self.state.seconds[stage] = time.monotonic() - began
         if stage == "prune" and self.state.round + 1 < self.recipe.rounds:
             self.state.round += 1
             self.state.stage = "regularize"
         else:
-            following = STAGES.index(stage) + 1
-            self.state.stage = STAGES[following] if following < len(STAGES) else "done"
+            following = self.stages.index(stage) + 1
+            self.state.stage = self.stages[following] if following < len(self.stages) else "done"
         self.state.epoch, self.state.best, self.state.best_epoch = 0, -1.0, 0
         self.state.regularizer, self.state.optimizer = None, {}
         self._best = {}
         self._save({})
+
+    def _accuracy_before(self, stage: str) -> float | None:
+        """The test accuracy that the stage before left; None where there was none."""
+        place = self.stages.index(stage)
+        return self.state.accuracy[TITLES[self.stages[place - 1]]] if place else None
 
     def _train(self, stage: str, settings: Training, resumed: dict[str, Tensor], began: float) -> None:
         steps = max(1, len(self.pool) // min(self.recipe.batch_size, len(self.pool)))
@@ -210,13 +223,17 @@ class Run:
 
     def _pursuit(self, settings: Training, regularizer: Regularizer | None) -> Pursuit | None:
         """What corrects the strength of a stage that is to end at a density."""
-        if not isinstance(settings, Regularize) or regularizer is None or settings.density is None:
+        if not isinstance(settings, Regularize) or regularizer is None or settings.effective_density is None:
             return None
         if self.state.density_at_start is None:
             self.state.density_at_start = start = regularizer.effective_density().item()
-            if start <= settings.density:
-                raise UserError(f"regularize.density: it is {start:.3g} from the start; ask for less than that.")
-        aim = aim_of(settings.density, self.state.density_at_start, (self.state.round + 1) / self.recipe.rounds)
+            if start <= settings.effective_density:
+                raise UserError(
+                    f"regularize.effective_density: it is {start:.3g} from the start; ask for less than that."
+                )
+        aim = aim_of(
+            settings.effective_density, self.state.density_at_start, (self.state.round + 1) / self.recipe.rounds
+        )
         rates = [rate_at(settings, epoch, 1) for epoch in range(settings.epochs)]
         return Pursuit(regularizer, aim, rates)
 
@@ -254,7 +271,7 @@ class Run:
     @cached_property
     def watched(self) -> tuple[Tensor, Tensor]:
         """The images, and their labels, whose accuracy this run may select by."""
-        if self.recipe.select == "held-out":
+        if self.recipe.epoch_selection == "held-out":
             return self.data.train_x[self.held_out], self.data.train_y[self.held_out]
         return self.data.test_x, self.data.test_y
 
@@ -275,7 +292,7 @@ class Run:
             "epoch": state.epoch,
             "loss": loss,
             "lr": rate_at(settings, state.epoch - 1, 1),
-            "held_out" if self.recipe.select == "held-out" else "test": accuracy,
+            "held_out" if self.recipe.epoch_selection == "held-out" else "test": accuracy,
         }
 
     def _keep_best(self) -> None:
@@ -315,19 +332,22 @@ class Run:
             PENALTIES.make(**named(settings.penalty)),
             self.groups(settings.groups),
             settings.schedules(steps_an_epoch),
-            settings.select,
+            settings.parameters,
             weigh=settings.weigh,
         )
         if self.state.regularizer:
             made.load_state_dict(self.state.regularizer)
         return made
 
-    def groups(self, names: str) -> list[str | Grouping]:
-        """The groupings of a recipe's words; coupled groups need the network's graph."""
-        return [self._coupled() if name == "coupled" else name for name in names.split("+")]
+    def groups(self, choices: Choices) -> list[str | Grouping]:
+        """The groupings that a recipe names; some are made from the network itself."""
+        return [self._grouping(**named(choice)) for choice in several(choices)]
 
-    def _coupled(self) -> Coupled:
-        return Coupled(self.model, self.data.floats(self.data.test_x[:1]))
+    def _grouping(self, choice: str, **settings: Any) -> Grouping:
+        kind = groupings()[choice]
+        if getattr(kind, "needs_graph", False):
+            return kind(self.model, self.data.floats(self.data.test_x[:1]), **settings)
+        return groupings().make(choice, **settings)
 
     def accuracy(self, x: Tensor, y: Tensor) -> float:
         """The share of images that the model gets right, in eval mode."""
@@ -341,7 +361,7 @@ class Run:
 
     def fresh_model(self) -> nn.Module:
         """A newly made network of the recipe's kind, where the run takes place."""
-        return models.make(**_renamed(named(self.recipe.model))).to(self.device)
+        return models.of(self.recipe.model).to(self.device)
 
     # Saving
 

@@ -10,20 +10,23 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from deephoyer.errors import UserError
+from deephoyer.lab import models
 from deephoyer.lab.report.figures.style import BLUE, styled
-from deephoyer.lab.report.measure import build
 from deephoyer.lab.runs import checkpoint
 from deephoyer.lab.runs.folder import RunFolder
-from deephoyer.lab.schema import Recipe, named
+from deephoyer.lab.schema import TITLES, Recipe, named
 from deephoyer.weights import LAYERS
 
 STAGES = {"dense": "dense", "regularized": "regularized", "finetuned": "pruned and finetuned"}
+"""Files of a run's folder and what their column is called; a stage that was not run has none."""
 
 
 @styled
 def histograms(run: str | Path) -> Figure:
     """Zeros are left out; the corner says how many weights are not. Counts are logarithmic, for most are tiny."""
-    stages = {title: _weights(RunFolder(run), stage) for stage, title in STAGES.items()}
+    folder = RunFolder(run)
+    files = [f"{TITLES[stage]}.safetensors" for stage in _recipe(folder).stages()]
+    stages = {title: _weights(folder, f) for s, title in STAGES.items() if (f := f"{s}.safetensors") in files}
     layers = list(next(iter(stages.values())))
     figure = Figure(figsize=(9, 2.1 * len(layers) + 0.6))
     panels = figure.subplots(len(layers), len(stages), squeeze=False)
@@ -50,10 +53,10 @@ def _recipe(folder: RunFolder) -> Recipe:
     return recipe
 
 
-def _weights(folder: RunFolder, stage: str) -> dict[str, Tensor]:
+def _weights(folder: RunFolder, file: str) -> dict[str, Tensor]:
     """Each layer's weights after a stage."""
-    model: nn.Module = build(_recipe(folder).model_dump(mode="json"))
-    checkpoint.fill(model, folder / f"{stage}.safetensors", stage)
+    model: nn.Module = models.of(_recipe(folder).model)
+    checkpoint.fill(model, folder / file, str(folder.path))
     return {name: m.weight.detach().flatten() for name, m in model.named_modules() if isinstance(m, LAYERS)}
 
 

@@ -1,0 +1,94 @@
+"""Finding the network that words or a file name: among the published results, or among the runs, where one works.
+
+A run that starts from another network, or learns from one, says by which words that is made
+("parts/resnet-56-dense seed=1"); its identity, and not its name, is looked for in `./results` and `./runs`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deephoyer.errors import UserError
+from deephoyer.export import provenance
+from deephoyer.lab.recipe import Command, parse
+from deephoyer.lab.schema import Choice, Recipe, Teacher, is_file
+
+RESULTS, RUNS = Path("results"), Path("runs")
+
+
+@dataclass(frozen=True)
+class Network:
+    """Where a network's weights are, which model they are of, and how its epochs were selected, where that is known."""
+
+    path: Path
+    model: Choice | None
+    epoch_selection: str | None
+
+
+def network(named: str | Teacher, key: str) -> Network:
+    """The network that the recipe's `key` names; a `UserError` gives the command that makes it."""
+    if isinstance(named, Teacher):
+        return _in_file(named.file, key, named.model)
+    if is_file(named):
+        return _in_file(named, key, None)
+    command = Command.parse(named)
+    recipe = command.read()
+    path = _published(recipe) or _run(recipe, key, command)
+    if path is None:
+        raise UserError(
+            f"{key}: the network of `{command}` is neither in ./{RESULTS} nor in ./{RUNS}. "
+            "That command makes it; or give a .safetensors file."
+        )
+    return Network(path, recipe.model, recipe.epoch_selection)
+
+
+def _in_file(file: str, key: str, model: Choice | None) -> Network:
+    path = Path(file)
+    if not path.is_file():
+        raise UserError(f"{key}: there is no file {file}; paths are taken from the folder you are in.")
+    said = _said_by(path)
+    return Network(path, model or said.get("model"), said.get("epoch_selection"))
+
+
+def _said_by(path: Path) -> dict[str, Any]:
+    """The recipe that made a file: as the file itself says, or as its run's folder does."""
+    try:
+        recipe = provenance(path).get("recipe")
+        return recipe if isinstance(recipe, dict) else {}
+    except UserError:  # plain weights
+        beside = path.parent / "recipe.yaml"
+        if not beside.is_file():
+            return {}
+        return parse(beside.read_text(encoding="utf-8"), str(beside)).model_dump(mode="json")
+
+
+def _published(recipe: Recipe) -> Path | None:
+    from deephoyer.lab.report.stored_weights import find_weights  # records come after runs; only asked when needed
+
+    return find_weights(recipe.digest(), recipe.seed, RESULTS)
+
+
+def _run(recipe: Recipe, key: str, command: Command) -> Path | None:
+    for folder in _runs_of(recipe):
+        if (folder / "summary.json").exists():
+            return folder / recipe.result_file
+        raise UserError(f"{key}: the run in {folder} is not finished; `{command}` finishes it.")
+    return None
+
+
+def _runs_of(recipe: Recipe) -> Iterator[Path]:
+    """The folders of runs with the recipe's identity and seed, finished ones first."""
+    meant = {"digest": recipe.digest(), "seed": recipe.seed}
+    found = []
+    for path in sorted(RUNS.glob("*/command.json")):
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        if isinstance(content, dict) and {k: content.get(k) for k in meant} == meant:
+            found.append(path.parent)
+    return iter(sorted(found, key=lambda folder: not (folder / "summary.json").exists()))
