@@ -1,0 +1,22 @@
+"""Random pruning: what any method has to beat.
+
+Mittal, Bhardwaj, Khapra, Ravindran: Recovering from random pruning; WACV 2018.
+"""
+
+from __future__ import annotations
+
+from deephoyer.lab.methods.method import Method, Stage
+from deephoyer.scores import Random, Score
+
+
+class RandomPruning(Method):
+    """one cut at random, no training before it (Mittal et al. 2018)"""
+
+    stages = ()
+
+    def __init__(self, seed: int = 0):
+        super().__init__()
+        self.seed = seed
+
+    def score(self, stage: Stage) -> Score:
+        return Random(self.seed)

@@ -1,0 +1,35 @@
+"""Network slimming: an l1 penalty on the scales of norms, and channels with small scales go.
+
+Liu, Li, Shen, Huang, Yan, Zhang: Learning efficient convolutional networks through network slimming; ICCV 2017.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from deephoyer.errors import UserError
+from deephoyer.lab.methods.method import Method, Stage, positive
+from deephoyer.scores import NORMS, NormScale, Score
+
+
+class NetworkSlimming(Method):
+    """adds strength·Σ|γ| over the scales of norms to the loss; a channel is worth its scale (Liu et al. 2017)"""
+
+    def __init__(self, strength: float = 1e-4):
+        super().__init__()
+        self.strength = positive("slimming", "strength", strength)
+
+    def begin(self, stage: Stage) -> None:
+        norms = [m.weight for m in stage.model.modules() if isinstance(m, NORMS) and isinstance(m.weight, torch.Tensor)]
+        self.scales = [w for w in norms if w.requires_grad]
+        if not self.scales:
+            raise UserError("method slimming: works on the scales of norms, and this network has none.")
+
+    @torch.no_grad()
+    def after_backward(self) -> None:
+        for w in self.scales:
+            if w.grad is not None:
+                w.grad.add_(w.sign(), alpha=self.strength)
+
+    def score(self, stage: Stage) -> Score:
+        return NormScale()
