@@ -94,4 +94,4 @@ def test_a_recipe_that_is_not_text_is_told(command, tmp_path):
 
 
 def test_version_is_printed(command):
-    assert command("version")[1].strip() == cli.__version__
+    assert command("--version")[1].strip() == cli.__version__

@@ -23,6 +23,7 @@ app = typer.Typer(
     name="deephoyer",
     help="Make neural networks sparse, small and fast while they train.",
     no_args_is_help=True,
+    invoke_without_command=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
@@ -30,57 +31,60 @@ app = typer.Typer(
 out = Console() if sys.stdout.isatty() else Console(width=160)
 
 
+@app.callback()
+def deephoyer(
+    version: Annotated[bool, typer.Option("--version", help="print the version", is_eager=True)] = False,
+) -> None:
+    """Make neural networks sparse, small and fast while they train."""
+    if version:
+        out.print(__version__, highlight=False)
+        raise typer.Exit
+
+
 @app.command("list")
 def list_(
-    what: Annotated[str, typer.Argument(help="recipes, models, data, penalties, groups, scores or rules")] = "all",
+    what: Annotated[str, typer.Argument(help="recipes, models, data, penalties, groups, scores or rules")] = "recipes",
 ) -> None:
     """Shows what there is to choose from, with a line each."""
-    if what in ("all", "recipes"):
-        for table in _recipes():
-            out.print(table, highlight=False)
+    if what == "recipes":
+        for folder, title in FOLDERS.items():
+            out.print(_recipes(folder, title), highlight=False)
         out.print(
-            "deephoyer run NAME; and to choose from: deephoyer list models, data, penalties, groups, scores, rules",
-            highlight=False,
+            "deephoyer run NAME; deephoyer list models, data, penalties, groups, scores or rules", highlight=False
         )
         return
     kinds = _kinds()
     if what not in kinds:
-        raise unknown("thing to list", what, [*kinds, "recipes"])
-    for title in [what]:
-        table = Table(
-            title=title, title_justify="left", title_style="bold", show_header=False, box=None, padding=(0, 2)
-        )
-        for name, line in kinds[title]():
-            table.add_row(name, line)
-        out.print(table)
+        raise unknown("thing to list", what, ["recipes", *kinds])
+    table = Table(title=what, title_justify="left", title_style="bold", show_header=False, box=None, padding=(0, 2))
+    for name, line in kinds[what]():
+        table.add_row(name, line)
+    out.print(table)
 
 
 FOLDERS = {
     "": "to begin with",
-    "paper": "the paper's settings; its penalties and strengths are overrides",
-    "small": "our smallest networks",
-    "compare": "one search for all penalties",
-    "parts": "networks that others start from or learn from",
+    "paper": "paper/: the paper's settings; its other penalties are overrides",
+    "small": "small/: our smallest networks",
+    "compare": "compare/: where penalties are compared, by one search",
+    "parts": "parts/: networks that others start from or learn from",
 }
+"""The folders of recipes, in the order that a person may want them."""
 
 
-def _recipes() -> list[Table]:
-    """A table for each folder of recipes: what each is about, what it needs, what to expect."""
+def _recipes(folder: str, title: str) -> Table:
+    """The recipes of a folder: what each is about, what it needs, what to expect."""
     from deephoyer.lab import recipe
 
-    made = []
-    for folder, title in FOLDERS.items():
-        names = [name for name in recipe.names() if name.rpartition("/")[0] == folder]
-        table = Table(
-            title=f"{folder or 'demo'}: {title}", title_justify="left", box=None, padding=(0, 1), title_style="bold"
-        )
-        for head, width in (("recipe", 36), ("about", None), ("needs", 40), ("expect", 34)):
-            table.add_column(head, min_width=None if width is None else min(width, out.width // 5))
-        for name in names:
+    table = Table(title=f"\n{title}", title_justify="left", title_style="bold", show_header=False, box=None)
+    table.add_column(no_wrap=True)
+    table.add_column(ratio=2)
+    table.add_column(ratio=1)
+    for name in recipe.names():
+        if name.rpartition("/")[0] == folder:
             said = recipe.describe(name)
-            table.add_row(name, said["about"], said["needs"], _expected(said["expect"]))
-        made.append(table)
-    return made
+            table.add_row(name, f"{said['about']}\n[dim]needs {said['needs']}[/dim]", _expected(said["expect"]))
+    return table
 
 
 def _expected(expect: Any) -> str:
@@ -258,12 +262,6 @@ def data(
 
     kept = fetch(name, source, lambda text: out.print(text, highlight=False))
     out.print(f"{name} is whole" + (f", in {kept}" if kept else ", inside the package"), highlight=False)
-
-
-@app.command()
-def version() -> None:
-    """Prints the version."""
-    out.print(__version__, highlight=False)
 
 
 def _show(result: dict[str, Any], folder: Path) -> None:

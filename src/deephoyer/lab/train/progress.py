@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from rich.console import Console
@@ -27,12 +28,16 @@ class Silent:
         pass
 
 
-class Lines(Silent):
-    """A line for each stage's end, for logs and pipes."""
+TOLD_EVERY = 30.0
+"""Seconds between two lines about a stage that goes on, where there is no terminal to show a bar on."""
 
-    def __init__(self, console: Console):
-        self.console = console
-        self.name, self.epochs = "", 0
+
+class Lines(Silent):
+    """A line every so often and one for each stage's end, for logs and pipes."""
+
+    def __init__(self, console: Console, every: float = TOLD_EVERY):
+        self.console, self.every = console, every
+        self.name, self.epochs, self._told = "", 0, time.monotonic()
 
     def note(self, text: str) -> None:
         self.console.print(text, highlight=False)
@@ -41,8 +46,12 @@ class Lines(Silent):
         self.name, self.epochs = name, epochs
 
     def epoch(self, metrics: dict[str, Any]) -> None:
-        if metrics["epoch"] == self.epochs:
-            self.note(f"{self.name}: {self.epochs} epochs, {describe(metrics)}")
+        now, done = time.monotonic(), metrics["epoch"]
+        if done < self.epochs and now - self._told < self.every:
+            return
+        self._told = now
+        count = counted(self.epochs, "epoch") if done == self.epochs else f"{done} of {counted(self.epochs, 'epoch')}"
+        self.note(f"{self.name}: {count}, {describe(metrics)}")
 
 
 class Bars(Lines):
@@ -75,6 +84,14 @@ class Bars(Lines):
             self.bar.update(self.task, completed=metrics["epoch"], now=describe(metrics))
 
 
+def counted(number: int, word: str) -> str:
+    """
+    >>> counted(1, "epoch"), counted(1200, "epoch")
+    ('1 epoch', '1,200 epochs')
+    """
+    return f"{number:,} {word}{'' if number == 1 else 's'}"
+
+
 def describe(metrics: dict[str, Any]) -> str:
     """The numbers of an epoch in a line."""
     parts = [f"loss {metrics['loss']:.4f}"]
@@ -84,7 +101,7 @@ def describe(metrics: dict[str, Any]) -> str:
     if "penalty" in metrics:
         parts.append(f"penalty {metrics['penalty']:.4g}")
     if "effective_density" in metrics:
-        parts.append(f"density {100 * metrics['effective_density']:.2f} %")
+        parts.append(f"effective density {100 * metrics['effective_density']:.2f} %")
     return "  ".join(parts)
 
 
