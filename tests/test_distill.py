@@ -23,14 +23,14 @@ def test_teachers_in_a_table_and_teachers_asked_in_the_step_say_the_same(passes)
     teachers = Teachers(nets, digits, reach=1, flips=True, temperature=2.0, weight=0.6, most_passes=passes)
     assert (teachers.table is None) == (passes == 0)
     drawn = batches.draw(torch.arange(40), 16, 1, True, seed=3)
-    index, shift, flip = drawn.step(0)
-    x, y = batches.images(digits, index, shift, flip, 1)
+    step = drawn.step(0)
+    x, y = batches.images(digits, step, 1)
     logits = torch.randn(16, 10)
     with torch.no_grad():
         soft = torch.stack([F.softmax(net(x) / 2.0, 1) for net in nets]).mean(0)
     far = (soft * (soft.log() - F.log_softmax(logits / 2.0, 1))).sum(1).mean() * 4
     expected = 0.4 * F.cross_entropy(logits, y) + 0.6 * far
-    torch.testing.assert_close(teachers.losses(logits, y, x, index, shift, flip).mean(), expected)
+    torch.testing.assert_close(teachers.losses(logits, y, x, step).mean(), expected)
 
 
 @pytest.mark.parametrize("half", [False, True])
@@ -40,7 +40,7 @@ def test_teachers_whose_answers_are_kept_say_the_same_and_are_asked_once(half, t
     digits = data.load("mnist", limit=30)
     nets = [models.make("lenet-300-100"), models.make("lenet-5")]
     drawn = batches.draw(torch.arange(30), 16, 2, True, seed=3).step(0)
-    x, y = batches.images(digits, *drawn, 2)
+    x, y = batches.images(digits, drawn, 2)
     logits, notes, asked = torch.randn(16, 10), [], []
     for net in nets:
         net.register_forward_hook(lambda net, x, y: asked.append(net))
@@ -50,7 +50,7 @@ def test_teachers_whose_answers_are_kept_say_the_same_and_are_asked_once(half, t
         asked.clear()
         teachers = Teachers([copy.deepcopy(net) for net in nets], digits, 2, True, temperature, 1.0, half, **how)
         times = len(asked)
-        return teachers.losses(logits, y, x, *drawn), times
+        return teachers.losses(logits, y, x, drawn), times
 
     plain, first, again = losses(most_passes=0)[0], losses(keep=True), losses(keep=True)
     torch.testing.assert_close(first[0], plain, rtol=0, atol=3e-2 if half else 2e-3)  # kept as float16
@@ -120,7 +120,8 @@ def test_teachers_of_two_kinds_teach_the_mean_of_what_both_say(tmp_path):
     teachers = [{"file": file, "model": kind} for file, kind in zip(files, kinds, strict=True)]
     made = recipe.read("demo", [f"distill={{teachers: {teachers}, temperature: 2, weight: 1}}"])
     logits, (x, y) = torch.randn(20, 10), (digits.floats(digits.train_x), digits.train_y)
-    found = teachers_of(made, digits, torch.device("cpu"), print).losses(logits, y, x, torch.arange(20), None, None)
+    everything = batches.Draw(torch.arange(20), None, None)
+    found = teachers_of(made, digits, torch.device("cpu"), print).losses(logits, y, x, everything)
     with torch.no_grad():
         soft = (F.softmax(nets[0](x) / 2, 1) + F.softmax(nets[1](x) / 2, 1)) / 2
     torch.testing.assert_close(found, 4 * (soft * (soft.log() - F.log_softmax(logits / 2, 1))).sum(1))
@@ -145,7 +146,7 @@ def test_teachers_made_ready_say_what_they_said_in_half_precision(compiled, monk
     asked = Teachers([teacher], few, 4, True, 4.0, 1.0, half=True, compiled=compiled)
     logits, labels = torch.randn(4, 10), torch.zeros(4, dtype=torch.long)
     far = F.kl_div(F.log_softmax(logits / 4.0, 1), said, reduction="none").sum(1) * 16
-    found = asked.losses(logits, labels, x, torch.arange(4), None, None)
+    found = asked.losses(logits, labels, x, batches.Draw(torch.arange(4), None, None))
     torch.testing.assert_close(found, far)
     assert bool(blocks) == compiled
     assert teacher.conv1.weight.dtype is torch.bfloat16 and teacher.bn1.weight.dtype is torch.float32

@@ -32,8 +32,8 @@ class Case:
         self.masks.hold(self.optimizer)
         self.step = kind(self.loss, self.optimizer, self.regularizer, self.device)
 
-    def loss(self, index, shift, flip):
-        x, y = batches.images(self.digits, index, shift, flip, 1)
+    def loss(self, draw):
+        x, y = batches.images(self.digits, draw, 1)
         return F.cross_entropy(self.model(x), y)
 
     def draw(self, epoch):
@@ -58,7 +58,7 @@ def test_an_epoch_of_plain_steps_is_the_loop_by_hand():
         for i, rate in enumerate(rates):
             set_rate(hand.optimizer, rate)
             hand.optimizer.zero_grad()
-            loss = hand.loss(*drawn.step(i))
+            loss = hand.loss(drawn.step(i))
             loss.backward()
             hand.regularizer.add_grad_()
             hand.optimizer.step()
@@ -67,32 +67,6 @@ def test_an_epoch_of_plain_steps_is_the_loop_by_hand():
     assert ours.regularizer.steps == hand.regularizer.steps == 40
     for a, b in zip(ours.model.parameters(), hand.model.parameters(), strict=True):
         assert torch.equal(a, b)
-
-
-def test_several_networks_in_a_step_train_as_each_alone():
-    torch.manual_seed(0)
-    digits = data.load("mnist", limit=200).in_floats()
-    starts = torch.randn(3, 784, 10) / 28
-    drawn = batches.draw(torch.arange(200), 50, 0, False, seed=0)
-
-    def trained(weights):
-        stacked = torch.nn.Parameter(weights.clone())
-
-        def losses(index, shift, flip):
-            x, y = batches.images(digits, index, shift, flip, 0)
-            return torch.stack([F.cross_entropy(x.flatten(1) @ w, y) for w in stacked])
-
-        optimizer = torch.optim.SGD([stacked], lr=0.1)
-        step = PlainStep(losses, optimizer, None, torch.device("cpu"), shape=(len(weights),))
-        step.epoch(drawn, [0.1] * len(drawn))
-        return stacked.detach(), step.loss
-
-    together, loss = trained(starts)
-    assert loss.shape == (3,)
-    for i in range(3):
-        alone, its_loss = trained(starts[i : i + 1])
-        torch.testing.assert_close(alone[0], together[i])
-        torch.testing.assert_close(its_loss[0], loss[i])
 
 
 @given(st.integers(1, 60), st.integers(1, 10), st.integers(0, 3), st.booleans())

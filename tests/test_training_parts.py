@@ -46,7 +46,7 @@ def test_images_looked_up_are_the_images_moved(reach, flips):
     y = torch.arange(40)
     pictures = data.Dataset("pictures", x, y, x, y, 40, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)).in_floats()
     draw = batches.draw(torch.arange(40), 30, reach, flips, seed=2).step(0)
-    expected, labels = batches.images(pictures, *draw, reach)
+    expected, labels = batches.images(pictures, draw, reach)
     assert torch.equal(looked_up(pictures, *draw, reach), expected) and torch.equal(labels, draw[0])
 
 

@@ -321,6 +321,8 @@ class Recipe(_Part):
     capture: Literal["auto", "off"] = "auto"
     precision: Literal["float32", "tf32", "bfloat16"] = "float32"
     channels_last: bool = False
+    accumulate: int = Field(default=1, ge=1)
+    """The parts of a batch whose gradients are computed one after the other, for one step."""
     compile: Literal["off", "blocks"] = "off"
     joints: Literal["none", "gather"] = "none"
     """What `compact` may add to leave out channels that are dead in one layer alone."""
@@ -391,6 +393,7 @@ class Recipe(_Part):
     def settings(self) -> dict[str, Any]:
         """What a run does, as JSON has it: without seed, device, words to a person, and keys at their default."""
         content = self.model_dump(mode="json", exclude_defaults=True, exclude={"seed", "device", *DESCRIPTIVE})
+        content["data"] = what_data(content["data"])
         return dict(_whole(content))
 
     def digest(self) -> str:
@@ -428,6 +431,17 @@ def named(choice: str | Mapping[str, Any]) -> dict[str, Any]:
 def plain(choice: Choice) -> Choice:
     """A mapping that holds nothing but a name as that name."""
     return choice["name"] if isinstance(choice, dict) and set(choice) == {"name"} else choice
+
+
+def what_data(choice: Choice) -> Choice:
+    """A choice of data without what is this machine's alone: where it lies, how many workers read it.
+
+    >>> what_data({"name": "folder", "path": "/disk/flowers", "size": 224})
+    {'name': 'folder', 'size': 224}
+    """
+    if isinstance(choice, str):
+        return choice
+    return plain({key: value for key, value in choice.items() if key not in ("path", "workers")})
 
 
 def several(choices: Choices) -> list[Choice]:

@@ -1,6 +1,7 @@
-"""Data sets by name, as tensors: `load("mnist")`. `deephoyer list data` shows them.
+"""Data sets by name: `load("mnist")`. `deephoyer list data` shows them.
 
-Nothing here knows of models or training; batches are cut where they are used.
+Nothing here knows of models or training; batches are cut where they are used. Two kinds: in memory (`dataset.py`) and
+streaming (`streaming.py`); what both are to the rest is `source.py`.
 """
 
 from __future__ import annotations
@@ -13,17 +14,22 @@ from deephoyer.lab.data import cifar10 as _cifar10
 from deephoyer.lab.data.cifar10 import cifar10 as read_cifar10
 from deephoyer.lab.data.dataset import Dataset
 from deephoyer.lab.data.mnist import mnist as read_mnist
+from deephoyer.lab.data.source import TEST, Images, Source
+from deephoyer.lab.data.streaming import folder, imagenet, tiny_imagenet
 from deephoyer.registry import Registry
 
-__all__ = ["DATASETS", "Dataset", "fetch", "load"]
+__all__ = ["DATASETS", "TEST", "Dataset", "Images", "Source", "fetch", "load"]
 
-DATASETS: Registry[Dataset] = Registry("data set", "data")
+DATASETS: Registry[Source] = Registry("data set", "data")
 DATASETS.add("mnist", read_mnist)
 DATASETS.add("cifar10", read_cifar10)
+DATASETS.add("folder", folder)
+DATASETS.add("imagenet", imagenet)
+DATASETS.add("tiny-imagenet", tiny_imagenet)
 
 
-def load(name: str, **settings: Any) -> Dataset:
-    """The data set called `name`; what it takes to read it is done once a process.
+def load(name: str, **settings: Any) -> Any:
+    """The data set called `name`; what it takes to read one into memory is done once a process.
 
     >>> load("mnist", limit=100).train_x.shape
     torch.Size([100, 1, 28, 28])

@@ -1,4 +1,4 @@
-"""What a data set is: images as bytes, labels as numbers, and how bytes become floats.
+"""Data in memory: images as bytes, labels as numbers.
 
 Bytes take a quarter of the memory of floats, so that whole data sets stay on the device; `floats`
 is applied a batch at a time.
@@ -6,18 +6,22 @@ is applied a batch at a time.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from deephoyer.errors import UserError
+from deephoyer.lab.data.source import Images, Source, Split
 
 
 @dataclass(frozen=True, eq=False)
-class Dataset:
+class Dataset(Source):
     """Images are uint8 (count, channels, height, width), labels int64. The tensors are shared: don't write to them."""
+
+    in_memory: ClassVar[bool] = True
 
     name: str
     train_x: Tensor
@@ -30,35 +34,30 @@ class Dataset:
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        """One image, without the batch dimension."""
         return tuple(self.train_x.shape[1:])
 
-    def floats(self, images: Tensor) -> Tensor:
-        """Bytes as float32: in [0, 1] raw, or with the training set's mean 0 and variance 1 a channel.
+    def count(self, split: Split) -> int:
+        return len(self.split(split)[1])
 
-        >>> from deephoyer.lab.data import load
-        >>> load("mnist", limit=10).floats(torch.tensor([[[[0, 255]]]], dtype=torch.uint8)).tolist()
-        [[[[0.0, 1.0]]]]
-        """
-        x = images if images.is_floating_point() else images.to(torch.float32) / 255
-        if self.mean == (0.0,) and self.std == (1.0,):
-            return x
-        return (x - _channels(self.mean, x.device)) / _channels(self.std, x.device)
+    def split(self, split: Split) -> tuple[Tensor, Tensor]:
+        return (self.train_x, self.train_y) if split == "train" else (self.test_x, self.test_y)
+
+    def shown(self, images: Images, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
+        x, y = self.split(images.split)
+        if images.index is None:
+            for part, labels in zip(x.split(batch), y.split(batch), strict=True):
+                yield self.floats(part), labels
+        else:
+            for index in images.index.to(x.device).split(batch):
+                yield self.floats(x.index_select(0, index)), y.index_select(0, index)
 
     def in_floats(self) -> Dataset:
         """The same with its images as floats in [0, 1]: four times the memory, no conversion a step."""
         return replace(self, train_x=self.train_x.to(torch.float32) / 255, test_x=self.test_x.to(torch.float32) / 255)
 
     def to(self, device: torch.device | str) -> Dataset:
-        """The same data set with its tensors on `device`."""
         parts = ("train_x", "train_y", "test_x", "test_y")
         return replace(self, **{part: getattr(self, part).to(device) for part in parts})
-
-
-@cache
-def _channels(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """One number a channel, copied to the device once: a copy in every batch would make it wait."""
-    return torch.tensor(values, dtype=torch.float32, device=device).view(-1, 1, 1)
 
 
 def first(limit: int | None, count: int) -> int:

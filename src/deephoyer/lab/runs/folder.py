@@ -15,7 +15,7 @@ from deephoyer.errors import UserError
 from deephoyer.files import write_atomically
 from deephoyer.lab import recipe as recipes
 from deephoyer.lab.recipe import Command
-from deephoyer.lab.schema import DESCRIPTIVE, STAGES, Recipe
+from deephoyer.lab.schema import DESCRIPTIVE, STAGES, Recipe, what_data
 
 COMMAND, RECIPE = "command.json", "recipe.yaml"
 
@@ -94,7 +94,7 @@ class RunFolder:
         later = order[order.index(stage) + (epoch > 0) :] if stage in order else ()
         later = later[-1:] if round else later  # every stage but finetuning has been used
         free = (*later, "device", *DESCRIPTIVE)  # a run may move
-        mine, theirs = (r.model_dump(mode="json") for r in (wanted, have))
+        mine, theirs = (r.model_dump(mode="json") | {"data": what_data(r.data)} for r in (wanted, have))
         for key in mine:
             if mine[key] != theirs[key] and key not in free:
                 raise UserError(

@@ -27,6 +27,12 @@ class State:
     regularizer: dict[str, Any] | None = None
     density_at_start: float | None = None
     optimizer: dict[str, Any] = field(default_factory=dict)
+    step: int = 0
+    """Steps done of an epoch that is not over; their losses, and the density it began with, go with it."""
+    loss: float = 0.0
+    density_before: float | None = None
+    top5: dict[str, float] = field(default_factory=dict)
+    unreadable: list[str] = field(default_factory=list)
 
     @classmethod
     def read(cls, content: Mapping[str, Any]) -> State:

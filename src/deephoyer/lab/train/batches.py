@@ -1,26 +1,56 @@
-"""Batches for one epoch: the order of the images and their random shifts and flips, drawn all at once.
+"""Batches for one epoch: the order of the images, and what makes each of them different from the last time.
 
-Everything random comes from a generator seeded by (seed, stage, epoch), on the CPU. So an epoch can be
-replayed on its own after a kill, and a captured step has no random numbers in it.
+Everything random comes from a seed of (seed, stage, epoch). So an epoch can be replayed on its own after a kill.
+For data in memory shifts and flips are drawn all at once, on the CPU, and a captured step has no random numbers in it.
+Streamed images are cropped and mirrored by the workers that read them, each by its own seed.
+
+Several processes draw the same epoch, and each takes its share of every batch.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deephoyer.lab.data import Dataset
+from deephoyer.errors import UserError
+from deephoyer.lab.data.dataset import Dataset
+from deephoyer.lab.data.source import Source, seed_of
+from deephoyer.lab.data.streaming import Request, Streaming
 from deephoyer.lab.train.augment import looked_up
 
+__all__ = ["Batch", "Draw", "Epoch", "Streamed", "draw", "images", "moved", "seed_of"]
 
-def seed_of(*parts: object) -> int:
-    """A seed from anything printable, the same in every process."""
-    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:7], "big")
+
+class Draw(NamedTuple):
+    """The images of a step by their numbers, how far each is shifted and whether it is flipped."""
+
+    numbers: Tensor
+    shift: Tensor | None
+    flip: Tensor | None
+
+    def parts(self, count: int) -> list[Draw]:
+        """The same in so many equal parts, one after the other."""
+        return [Draw(*pieces) for pieces in _cut(self, count)]
+
+
+class Batch(NamedTuple):
+    """The images of a step themselves, as bytes, and their labels."""
+
+    x: Tensor
+    y: Tensor
+
+    def parts(self, count: int) -> list[Batch]:
+        return [Batch(*pieces) for pieces in _cut(self, count)]
+
+
+def _cut(tensors: tuple[Tensor | None, ...], count: int) -> list[tuple[Any, ...]]:
+    pieces = [[None] * count if t is None else t.chunk(count) for t in tensors]
+    return list(zip(*pieces, strict=True))
 
 
 @dataclass(frozen=True)
@@ -37,9 +67,18 @@ class Epoch:
     def parts(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
         return self.index, self.shift, self.flip
 
-    def step(self, i: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def step(self, i: int) -> Draw:
         pick = [None if t is None else t[i] for t in (self.shift, self.flip)]
-        return self.index[i], pick[0], pick[1]
+        return Draw(self.index[i], pick[0], pick[1])
+
+    def steps(self, numbers: range) -> Iterator[Draw]:
+        """The draws of these steps."""
+        return (self.step(i) for i in numbers)
+
+    def share(self, rank: int, count: int) -> Epoch:
+        """What one of several processes does of every step."""
+        mine = _share(self.index.shape[1], rank, count)
+        return self.each(lambda tensor: tensor[:, mine]) if count > 1 else self
 
     def to(self, device: torch.device) -> Epoch:
         """The same on a device; a copy to CUDA is only begun, behind what the device has to do already."""
@@ -51,12 +90,44 @@ class Epoch:
         return Epoch(change(self.index), shift, flip)
 
 
+class Streamed:
+    """An epoch over images that are read while it goes on; the same numbers of the same images as `draw` would have."""
+
+    def __init__(self, source: Streaming, pool: Tensor, batch_size: int, seed: int, rank: int = 0, count: int = 1):
+        self.source, self.seed = source, seed
+        order = _order(pool, batch_size, torch.Generator().manual_seed(seed))
+        self.index = order[:, _share(order.shape[1], rank, count)]
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def steps(self, numbers: range) -> Iterator[Batch]:
+        """The batches of these steps."""
+        requests = [Request("train", self.index[i].tolist(), self.seed) for i in numbers]
+        return (Batch(x, y) for x, y in self.source.stream(requests))
+
+
+def _order(pool: Tensor, batch_size: int, generator: torch.Generator) -> Tensor:
+    """The images of each step; a last batch that would not be full is left out."""
+    batch = min(batch_size, len(pool))
+    steps = len(pool) // batch
+    return pool.cpu()[torch.randperm(len(pool), generator=generator)[: steps * batch]].view(steps, batch)
+
+
+def _share(batch: int, rank: int, count: int) -> slice:
+    if batch % count:
+        raise UserError(
+            f"batch_size: {batch} images can't be divided among {count} processes; it is the number of all of them "
+            f"together, so make it a multiple of {count}."
+        )
+    return slice(rank * batch // count, (rank + 1) * batch // count)
+
+
 def draw(pool: Tensor, batch_size: int, shift: int, flip: bool, seed: int) -> Epoch:
     """An epoch over the images in `pool`; a last batch that would not be full is left out."""
     generator = torch.Generator().manual_seed(seed)
-    batch = min(batch_size, len(pool))
-    steps = len(pool) // batch
-    order = pool.cpu()[torch.randperm(len(pool), generator=generator)[: steps * batch]].view(steps, batch)
+    order = _order(pool, batch_size, generator)
+    steps, batch = order.shape
     shifts = torch.randint(-shift, shift + 1, (steps, batch, 2), generator=generator) if shift else None
     flips = torch.randint(0, 2, (steps, batch), generator=generator).bool() if flip else None
     return Epoch(order, shifts, flips).to(pool.device)
@@ -67,16 +138,12 @@ def _sent(tensor: Tensor, device: torch.device) -> Tensor:
     return pinned.to(device, non_blocking=True)
 
 
-def side_by_side(epochs: Sequence[Epoch]) -> Epoch:
-    """The epochs of several networks as one: a step's tensors get a first dimension for the network."""
-    parts = ([getattr(e, part) for e in epochs] for part in ("index", "shift", "flip"))
-    return Epoch(*(None if p[0] is None else torch.stack(p, 1) for p in parts))  # type: ignore[arg-type]
-
-
-def images(
-    data: Dataset, index: Tensor, shift: Tensor | None, flip: Tensor | None, reach: int
-) -> tuple[Tensor, Tensor]:
-    """Training images and labels; `reach` is the largest shift, for the padding."""
+def images(data: Source, step: Draw | Batch, reach: int) -> tuple[Tensor, Tensor]:
+    """Training images as floats, and labels; `reach` is the largest shift, for the padding."""
+    if isinstance(step, Batch):
+        return data.floats(step.x), step.y
+    assert isinstance(data, Dataset)
+    index, shift, flip = step
     if data.train_x.is_cuda:
         return looked_up(data, index, shift, flip, reach), data.train_y.index_select(0, index)
     x = data.train_x.index_select(0, index)

@@ -17,12 +17,13 @@ from torch import Tensor, nn
 
 from deephoyer.errors import UserError
 from deephoyer.lab import models
-from deephoyer.lab.data import Dataset
+from deephoyer.lab.data.dataset import Dataset
+from deephoyer.lab.data.source import UNREADABLE, Source
 from deephoyer.lab.runs import checkpoint, find
 from deephoyer.lab.schema import Recipe
 from deephoyer.lab.train import teacher_cache
 from deephoyer.lab.train.augment import place
-from deephoyer.lab.train.batches import moved
+from deephoyer.lab.train.batches import Draw, moved
 from deephoyer.lab.train.compiling import Compiled, repeated
 from deephoyer.weights import LAYERS
 
@@ -39,7 +40,7 @@ class Teachers:
     def __init__(
         self,
         teachers: Sequence[nn.Module],
-        data: Dataset,
+        data: Source,
         reach: int,
         flips: bool,
         temperature: float,
@@ -57,7 +58,12 @@ class Teachers:
         who = "the teacher" if len(self.teachers) == 1 else f"{len(self.teachers)} teachers"
         self.table: Tensor | None = None
         self.compiled = Compiled(())
-        if keep:
+        if not isinstance(data, Dataset):
+            if keep:
+                raise UserError("distill.keep: streamed images are cropped anew each time, so no answer can be kept.")
+            say(f"asks {who} about each batch")
+            self._make_ready(compiled)
+        elif keep:
             say(f"reads what {who} said of every image in {len(positions)} positions, or asks in as many passes")
             self.table = self._table_on_disk(data, positions, flips, compiled, say)
         elif len(positions) > most_passes:
@@ -104,23 +110,24 @@ class Teachers:
             said = [teacher(x) for teacher in teachers]
         return torch.stack([F.softmax(one.float() / self.temperature, 1) for one in said]).mean(0)
 
-    def losses(
-        self, logits: Tensor, labels: Tensor, x: Tensor, index: Tensor, shift: Tensor | None, flip: Tensor | None
-    ) -> Tensor:
+    def losses(self, logits: Tensor, labels: Tensor, x: Tensor, step: Draw | None = None) -> Tensor:
         """For each image (1 − weight) × cross-entropy with the label + weight × T² × divergence from the teachers.
 
-        `x` are the images as the network saw them: those of `index`, shifted and flipped.
+        `x` are the images as the network saw them: those of `step`, shifted and flipped, where they lie in memory.
         """
         if self.table is None:
             asked = self._ask(self.teachers, x, self.half)
         else:
-            asked = self.table[place(index, shift, flip, self.reach), index].float()
+            assert step is not None
+            asked = self.table[place(*step, self.reach), step.numbers].float()
         softened = F.log_softmax(logits / self.temperature, 1)
         far = F.kl_div(softened, asked, reduction="none").sum(1) * self.temperature**2
+        if step is None:
+            far = torch.where(labels == UNREADABLE, 0.0, far)
         return (1 - self.weight) * F.cross_entropy(logits, labels, reduction="none") + self.weight * far
 
 
-def teachers_of(recipe: Recipe, data: Dataset, device: torch.device, say: Callable[[str], None]) -> Teachers:
+def teachers_of(recipe: Recipe, data: Source, device: torch.device, say: Callable[[str], None]) -> Teachers:
     """The teachers that a recipe names, ready to be asked where it runs."""
     settings = recipe.distill
     assert settings is not None

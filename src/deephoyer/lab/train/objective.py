@@ -6,9 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deephoyer.lab.data import Dataset
+from deephoyer.lab.data.source import Source
 from deephoyer.lab.schema import Recipe
 from deephoyer.lab.train import batches
+from deephoyer.lab.train.batches import Batch, Draw
 from deephoyer.lab.train.compiling import Compiled, repeated
 from deephoyer.lab.train.distill import Teachers
 
@@ -23,20 +24,27 @@ def logits(model: nn.Module, x: Tensor, recipe: Recipe) -> Tensor:
 
 
 class Objective:
-    """Called with a step's draw, gives the loss; for stacked networks (index: networks × batch) one each."""
+    """Called with a step's draw, gives the mean loss of its images.
 
-    def __init__(self, model: nn.Module, data: Dataset, recipe: Recipe, teachers: Teachers | None = None):
-        self.model, self.data, self.recipe, self.teachers = model, data, recipe, teachers
+    `through` is what is called in the model's place, where that is wrapped for several processes.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        data: Source,
+        recipe: Recipe,
+        teachers: Teachers | None = None,
+        through: nn.Module | None = None,
+    ):
+        self.model, self.data, self.recipe, self.teachers = through or model, data, recipe, teachers
         self.compiled = Compiled((repeated(model) or [model]) if recipe.compile == "blocks" else ())
 
-    def __call__(self, index: Tensor, shift: Tensor | None, flip: Tensor | None) -> Tensor:
-        images, shifts, flips = (None if t is None else t.flatten(0, index.dim() - 1) for t in (index, shift, flip))
-        assert images is not None
-        x, y = batches.images(self.data, images, shifts, flips, self.recipe.shift)
+    def __call__(self, step: Draw | Batch) -> Tensor:
+        x, y = batches.images(self.data, step, self.recipe.shift)
         with self.compiled.on():
             found = logits(self.model, x, self.recipe)
         if self.teachers is None:
-            losses = F.cross_entropy(found, y, reduction="none")
-        else:
-            losses = self.teachers.losses(found, y, x, images, shifts, flips)
-        return losses.view(index.shape).mean(-1)
+            # An image that could not be read counts as one whose loss is 0, whichever process has it.
+            return F.cross_entropy(found, y, reduction="none").mean()
+        return self.teachers.losses(found, y, x, step if isinstance(step, Draw) else None).mean()

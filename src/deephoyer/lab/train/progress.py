@@ -98,6 +98,8 @@ def describe(metrics: dict[str, Any]) -> str:
     for key, title in (("held_out", "held-out"), ("test", "test")):
         if key in metrics:
             parts.append(f"{title} {100 * metrics[key]:.2f} %")
+        if f"{key}_top5" in metrics:
+            parts.append(f"top-5 {100 * metrics[f'{key}_top5']:.2f} %")
     if "penalty" in metrics:
         parts.append(f"penalty {metrics['penalty']:.4g}")
     if "effective_density" in metrics:

@@ -44,16 +44,16 @@ def warning_of_loss(before: float | None, after: float) -> str | None:
 
 def _aimed(run: Run, settings: Prune, target: Target, groups: list[str | Grouping]) -> Rule:
     """The rule with the value that meets the target; images that this run may select by decide on accuracy."""
-    example = run.data.floats(run.data.test_x[:1])
+    example = run.data.example()
     done = (run.state.round + 1) / run.recipe.rounds  # each round takes the same share of what the last one left
     if target.macs is not None:
         goal = targets.macs(run.model, example, target.macs**done, joints=run.recipe.joints)
     elif target.density is not None:
         goal = targets.density(run.model, target.density**done)
     else:
-        least = run.accuracy(*run.watched) - target.drop if target.drop is not None else target.accuracy
+        least = run.accuracy(run.watched) - target.drop if target.drop is not None else target.accuracy
         assert least is not None
-        goal = targets.accuracy(lambda: run.accuracy(*run.watched), least)
+        goal = targets.accuracy(lambda: run.accuracy(run.watched), least)
     found = targets.value_for(
         goal, run.model, settings.threshold(), groups, settings.parameters, settings.allow_empty, settings.multiple
     )
@@ -65,5 +65,5 @@ def _aimed(run: Run, settings: Prune, target: Target, groups: list[str | Groupin
 @torch.inference_mode()
 def _tells_images_apart(run: Run) -> bool:
     run.model.eval()
-    found = run.model(run.data.floats(run.watched[0][:100]))
+    found = run.model(run.data.first(run.watched, 100))
     return len(found) < 2 or not torch.allclose(found, found[:1].expand_as(found), rtol=1e-6, atol=0)

@@ -38,7 +38,7 @@ def finish(run: Run) -> dict[str, Any]:
     """Measures the final network, takes out what is dead, writes both and the record; a finished one is read again."""
     if (run.folder / "summary.json").exists():
         return recorded(run.folder)
-    example = run.data.floats(run.data.test_x[:2])
+    example = run.data.example(2)
     graph = _graph(run, example)
     final, why_not = _without_idle_weights(run, example, graph)
     record: dict[str, Any] = {
@@ -49,6 +49,7 @@ def finish(run: Run) -> dict[str, Any]:
         "protocol": run.recipe.epoch_selection,
         "selected": run.state.selected,
         "accuracy": run.state.accuracy,
+        **({"top5": run.state.top5} if run.state.top5 else {}),
         "seconds": {stage: round(s, 1) for stage, s in run.state.seconds.items()},
         "sparse": summary(final, example, latency=False).to_json(),
     }
@@ -86,7 +87,7 @@ def _without_idle_weights(run: Run, example: Tensor, graph: Coupled | UserError)
         made = tidy(run.model, example, groups=graph)
     except UserError as why:
         return run.model, str(why)
-    before, after = (run.predictions(m, run.data.test_x) for m in (run.model, made))
+    before, after = (run.predictions(m) for m in (run.model, made))
     if not torch.equal(before, after):
         return run.model, f"without them it {_differs(int((before != after).sum()), len(after))}."
     return made, None
@@ -109,7 +110,7 @@ def _compacted(
     small = compact(run.model, example, groups=graph, joints=run.recipe.joints)
     files[COMPACT] = save(small, run.folder / COMPACT, provenance=origin)
     dense = run.fresh_model()
-    before, after = (run.predictions(m, run.data.test_x) for m in (run.model, small))
+    before, after = (run.predictions(m) for m in (run.model, small))
     return {
         "compact": summary(small, example, baseline=dense, batch_sizes=BATCHES).to_json(),
         "changed_predictions": int((before != after).sum()),

@@ -22,15 +22,18 @@ from deephoyer.errors import UserError
 from deephoyer.groups import Grouping
 from deephoyer.lab import data as datasets
 from deephoyer.lab import models
-from deephoyer.lab.data import Dataset
+from deephoyer.lab.data import TEST, Dataset, Images, Source
+from deephoyer.lab.data.streaming import Streaming
 from deephoyer.lab.recipe import Command
 from deephoyer.lab.runs import checkpoint, environment, find
 from deephoyer.lab.runs.folder import RunFolder
 from deephoyer.lab.runs.state import State
 from deephoyer.lab.schema import TITLES, Choices, Recipe, Regularize, Training, groupings, named, several
 from deephoyer.lab.train import batches
-from deephoyer.lab.train.batches import Epoch
+from deephoyer.lab.train.batches import Epoch, Streamed
 from deephoyer.lab.train.distill import Teachers, teachers_of
+from deephoyer.lab.train.distributed import Processes, joined, own_device, without_sync
+from deephoyer.lab.train.evaluate import Score, counted
 from deephoyer.lab.train.objective import Objective, logits
 from deephoyer.lab.train.optim import make_optimizer, rate_at, rates_in
 from deephoyer.lab.train.progress import Silent
@@ -43,9 +46,15 @@ from deephoyer.regularizer import Regularizer
 
 SAVE_SECONDS = 5.0
 """A checkpoint is written at the end of an epoch when the last one is older than this."""
+SAVE_WITHIN = 120.0
+"""And within an epoch of streamed images, which may take hours, when it is older than this."""
+SAVE_SHARE = 0.05
+"""But so much of the time may go into writing checkpoints; large networks have fewer of them."""
 
 WATCHED_AT_ONCE = {"cpu": 1000, "cuda": 5000}
-"""Images in a batch when the accuracy is watched between epochs."""
+"""Images in memory in a batch when the accuracy is watched between epochs."""
+STREAMED_AT_ONCE = {"cpu": 50, "cuda": 250}
+"""And streamed ones, which are larger."""
 
 
 class Run:
@@ -64,19 +73,25 @@ class Run:
         self.masks: Masks | None = None
         self._best: dict[str, Tensor] = {}
         self._ahead: tuple[int, Epoch] | None = None
-        self._saved = time.monotonic()
+        self._saved, self._save_cost, self._stage_began = time.monotonic(), 0.0, time.monotonic()
+        self._pursued: Pursuit | None = None
+        self.processes = Processes()
 
     def execute(self) -> Run:
         """Runs what is left to run; afterwards `model`, `masks` and `state` are the final ones."""
-        self.folder.open()
-        try:
-            with self.progress, environment.tuned(self.recipe.precision):
-                resumed = self.prepare()
-                while not self.finished():
-                    self._stage(self.state.stage, resumed)
-                    resumed = {}
-        finally:
-            self.folder.close()
+        self.device = own_device(environment.pick_device(self.recipe.device))
+        resumable = f"The same command goes on from the last checkpoint in {self.folder.path}."
+        with joined(self.device, resumable) as self.processes:
+            self.processes.by_main(self.folder.open)
+            try:
+                with self.progress, environment.tuned(self.recipe.precision):
+                    resumed = self.prepare()
+                    while not self.finished():
+                        self._stage(self.state.stage, resumed)
+                        resumed = {}
+            finally:
+                self.folder.close()
+        self.processes = Processes()  # what is left to do is rank 0's alone
         return self
 
     def finished(self) -> bool:
@@ -86,51 +101,80 @@ class Run:
 
     def prepare(self) -> dict[str, Tensor]:
         """Builds everything, and takes up the newest checkpoint: returns its tensors."""
-        found = checkpoint.newest(self.folder.checkpoints)
+        self.device = own_device(environment.pick_device(self.recipe.device))
+        found = self.processes.by_main(self._newest)
         if found:
             self.state = State.read(found[1])
             for trouble in found[2]:
                 self.progress.note(f"{trouble} The one before it is used.")
-        self.folder.check(self.recipe, self.state.stage, self.state.epoch, self.state.round)
-        self.device = environment.pick_device(self.recipe.device)
+        self.processes.together(self._build)
+        if self.processes.main:
+            if not self.finished():
+                self.folder.write_words(self.command, self.recipe)
+                where = environment.describe(self.device) | {"processes": self.processes.count}
+                self.folder.write_json("environment.json", where)
+            self.folder.cut_metrics(self.state.metrics_size)
+        return self._restore(found[0]) if found else {}
+
+    def _newest(self) -> tuple[dict[str, Tensor], dict[str, Any], list[str]] | None:
+        """The newest checkpoint of the folder, which must be of this recipe."""
+        found = checkpoint.newest(self.folder.checkpoints)
+        state = State.read(found[1]) if found else self.state
+        self.folder.check(self.recipe, state.stage, state.epoch + (state.step > 0), state.round)
+        return found
+
+    def _build(self) -> None:
         if not self.finished():
             for key, words in self.recipe.networks():  # before the first stage trains for hours
                 if key != "start" or self.state.stage == "start":  # later it is in the run's own checkpoint
                     find.network(words, key)
-        self._build()
-        if not self.finished():
-            self.folder.write_words(self.command, self.recipe)
-            self.folder.write_json("environment.json", environment.describe(self.device))
-        self.folder.cut_metrics(self.state.metrics_size)
-        return self._restore(found[0]) if found else {}
-
-    def _build(self) -> None:
         self.data = _data_of(self.recipe, self.device)
+        if not self.data.in_memory and (self.recipe.shift or self.recipe.flip):
+            raise UserError(
+                f"shift and flip are for data in memory; {self.data.name} is cropped and mirrored as it is read "
+                "(data.crop, data.flip)."
+            )
         torch.manual_seed(batches.seed_of(self.recipe.seed, "weights"))
         self.model = self.fresh_model()
         if self.recipe.channels_last:
             self.model = self.model.to(memory_format=torch.channels_last)
         self._try_one_image()
-        count = len(self.data.train_x)
+        count = self.data.count("train")
         everything = torch.arange(count)
         if self.recipe.epoch_selection == "held-out":
             # The same images for every seed, so that runs can be compared on them.
             everything = torch.randperm(count, generator=torch.Generator().manual_seed(0))
         held = round(self.recipe.held_out * count) if self.recipe.epoch_selection == "held-out" else 0
-        self.held_out = everything[:held].to(self.device)
+        self.held_out = everything[:held].to(self.device if self.data.in_memory else "cpu")
         self.pool = everything[held:].sort().values  # on the CPU, where epochs are drawn
         if len(self.pool) < 1:
             raise UserError(f"held_out: {self.recipe.held_out} of {count} images leaves none to train on.")
+        self._check_batch(min(self.recipe.batch_size, len(self.pool)))
+
+    def _check_batch(self, batch: int) -> None:
+        count, parts = self.processes.count, self.recipe.accumulate
+        if batch % (count * parts):
+            among = [f"{count} processes"] * (count > 1) + [f"{parts} parts (accumulate)"] * (parts > 1)
+            raise UserError(
+                f"batch_size: {batch} images can't be divided equally among {' × '.join(among)}; "
+                f"it counts the images of a whole step, so make it a multiple of {count * parts}."
+            )
 
     def _try_one_image(self) -> None:
-        """A model that can't read the data is a mistake in the recipe."""
-        image = self.data.floats(self.data.train_x[:1])
+        """A model that can't read the data, or has not an output for each class of it, is a mistake in the recipe."""
+        image = self.data.first(Images("train"), 1)
         try:
             with torch.no_grad():
-                self.model.eval()(image)
+                outputs = self.model.eval()(image).shape[1]
         except RuntimeError as why:
             seen = "×".join(map(str, image.shape[1:]))
             raise UserError(f"model: {self.recipe.model} can't read images of {seen}: {why}.") from None
+        if outputs != self.data.classes:
+            name = named(self.recipe.model)["choice"]
+            raise UserError(
+                f"model: {name} has {outputs} outputs, but the data has {self.data.classes} classes; write "
+                f"model: {{name: {name}, classes: {self.data.classes}}}."
+            )
         self.model.train()
 
     def _restore(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -142,8 +186,10 @@ class Run:
         self._best = {n: t.to(self.device) for n, t in parts["best"].items()}
         if parts["masks"]:
             self.masks = Masks.from_state_dict(parts["masks"], self.model)
-        if not self.finished() and self.state.epoch:
-            self.progress.note(f"resumes {self.folder.path} in stage {self.state.stage} after epoch {self.state.epoch}")
+        if not self.finished() and (self.state.epoch or self.state.step):
+            within = f" and step {self.state.step} of the next" if self.state.step else ""
+            where = f"in stage {self.state.stage} after epoch {self.state.epoch}{within}"
+            self.progress.note(f"resumes {self.folder.path} {where}")
         return parts["optimizer"]
 
     # Stages
@@ -159,7 +205,10 @@ class Run:
         self.close_stage(began)
 
     def prune(self) -> None:
-        self.masks = pruned(self)
+        self.masks = self.processes.together(lambda: pruned(self))
+        if self.processes.count > 1:
+            masks = self.masks
+            self.masks = Masks.from_state_dict(self.processes.by_main(lambda: dict(masks.items())), self.model)
 
     def take_start(self) -> None:
         """Begins with the network that the recipe names."""
@@ -172,9 +221,12 @@ class Run:
         """Notes what the stage came to and steps to the next; `began` is when it would have if never cut off."""
         stage = self.state.stage
         title = TITLES[stage]
-        if stage in ("pretrain", "regularize"):
+        if stage in ("pretrain", "regularize") and self.processes.main:
             checkpoint.write_weights(self.folder / f"{title}.safetensors", self.model)
-        self.state.accuracy[title] = self.accuracy(self.data.test_x, self.data.test_y)
+        score = self.score(TEST)
+        self.state.accuracy[title] = score.accuracy
+        if score.top5 is not None:
+            self.state.top5[title] = score.top5
         if stage == "prune" and (told := warning_of_loss(self._accuracy_before(stage), self.state.accuracy[title])):
             self.progress.note(told)
         self.state.seconds[stage] = time.monotonic() - began
@@ -205,17 +257,28 @@ class Run:
             self.masks.hold(optimizer, self.model)
         teachers = self.teachers if self.recipe.distill and stage != "pretrain" else None
         pursuit = self._pursuit(settings, regularizer)
-        objective = Objective(self.model, self.data, self.recipe, teachers)
-        step = (CapturedStep if captured else PlainStep)(objective, optimizer, regularizer, self.device)
+        spread = self.processes.spread(self.model, self.device)
+        objective = Objective(self.model, self.data, self.recipe, teachers, spread)
+        step = (CapturedStep if captured else PlainStep)(
+            objective,
+            optimizer,
+            regularizer,
+            self.device,
+            self.recipe.accumulate,
+            without_sync(spread),
+            self.processes.mean,
+        )
+        self._stage_began, self._pursued = began, pursuit
         self.progress.stage(stage, settings.epochs, self.state.epoch)
         for epoch in range(self.state.epoch, settings.epochs):
             line = self._epoch(stage, settings, epoch, step)
             if pursuit is not None:
                 line |= pursuit.correct(line["effective_density"], self.state.epoch)
             self.state.seconds[stage] = time.monotonic() - began
-            self.folder.add_metrics(line)
+            if self.processes.main:
+                self.folder.add_metrics(line)
             self.progress.epoch(line)
-            if time.monotonic() - self._saved > SAVE_SECONDS and epoch + 1 < settings.epochs:
+            if self._time_to_save(SAVE_SECONDS) and epoch + 1 < settings.epochs:
                 self.save_within(*checkpoint.flatten(optimizer.state_dict()), regularizer)
         if pursuit is not None:
             self.progress.note(f"regularize: {pursuit.outcome()}")
@@ -235,45 +298,91 @@ class Run:
             settings.effective_density, self.state.density_at_start, (self.state.round + 1) / self.recipe.rounds
         )
         rates = [rate_at(settings, epoch, 1) for epoch in range(settings.epochs)]
-        return Pursuit(regularizer, aim, rates)
+        pursuit = Pursuit(regularizer, aim, rates)
+        if self.state.density_before is not None:  # the epoch began before the checkpoint
+            pursuit.density = self.state.density_before
+        return pursuit
 
     def _epoch(self, stage: str, settings: Training, epoch: int, step: PlainStep) -> dict[str, Any]:
         began = time.monotonic()
-        torch.manual_seed(self.seed_of(epoch))  # for dropout
-        drawn = self.draw(epoch)
+        drawn, rank = self.draw(epoch), self.processes.rank
         self.model.train()
-        step.restart()
-        step.epoch(drawn, rates_in(settings, epoch, len(drawn)))
-        numbers = {"loss": step.loss, "right": self._right()}
+        rates = rates_in(settings, epoch, len(drawn))
+        if isinstance(drawn, Streamed):
+            self._stream(drawn, rates, step)
+        else:
+            seed = self.seed_of(epoch)
+            torch.manual_seed(batches.seed_of(seed, rank) if rank else seed)  # for dropout
+            step.restart()
+            step.epoch(drawn, rates)
+        right, right5, images = self._counts()
+        numbers = {"loss": step.loss, "right": right, "right5": right5, "images": images}
         if isinstance(step.regularizer, Regularizer):
             numbers |= _numbers_of(step.regularizer)
-        if epoch + 1 < settings.epochs and self.device.type == "cuda":
+        if epoch + 1 < settings.epochs and self.device.type == "cuda" and self.data.in_memory:
             self.draw(epoch + 1)  # while the device is busy with this one
         found = _read(numbers)
         self.state.epoch = epoch + 1
-        right = found.pop("right") / len(self.watched[0])
-        line = self.close_epoch(settings, found.pop("loss") / len(drawn), right)
+        score = Score.read(torch.tensor([found.pop(key) for key in ("right", "right5", "images")]), self.data)
+        line = self.close_epoch(settings, found.pop("loss") / len(drawn), score.accuracy)
+        if score.top5 is not None:
+            line["held_out_top5" if self.recipe.epoch_selection == "held-out" else "test_top5"] = score.top5
+        line |= self._unreadable()
         return line | found | {"seconds": round(time.monotonic() - began, 3)}
+
+    def _stream(self, drawn: Streamed, rates: list[float], step: PlainStep) -> None:
+        """The rest of an epoch of streamed images, with checkpoints on the way.
+
+        Each step has its own seed for dropout, so that an epoch can be taken up again anywhere.
+        """
+
+        def before(i: int) -> None:
+            torch.manual_seed(batches.seed_of(drawn.seed, "step", i, self.processes.rank))
+
+        def after(i: int) -> None:
+            if i + 1 < len(drawn) and self._time_to_save(SAVE_WITHIN):
+                self.state.step, self.state.loss = i + 1, float(step.loss)
+                self.state.density_before = self._pursued.density if self._pursued else None
+                self.state.seconds[self.state.stage] = time.monotonic() - self._stage_began
+                regularizer = step.regularizer if isinstance(step.regularizer, Regularizer) else None
+                self.save_within(*checkpoint.flatten(step.optimizer.state_dict()), regularizer)
+
+        step.restart(self.state.loss)
+        step.rest_of(drawn, rates, self.state.step, before, after)
+        self.state.step, self.state.loss, self.state.density_before = 0, 0.0, None
+
+    def _unreadable(self) -> dict[str, int]:
+        """How many images could not be read so far, for the line of metrics; new ones are named to the user."""
+        if not isinstance(self.data, Streaming):
+            return {}
+        data, known = self.data, set(self.state.unreadable)
+        names = known.union(*self.processes.gathered(list(data.unreadable.values())))
+        if names - known:
+            self.progress.note(f"left out, for they can't be read: {', '.join(sorted(names - known)[:10])}")
+        if len(names) > data.skip_at_most:
+            self.processes.by_main(lambda: data.refuse(sorted(names)))
+        self.state.unreadable = sorted(names)
+        return {"unreadable": len(names)} if names else {}
 
     def seed_of(self, epoch: int) -> int:
         """The seed of all that is random in an epoch of this stage."""
         again = (self.state.round,) if self.state.round else ()
         return batches.seed_of(self.recipe.seed, self.state.stage, epoch, *again)
 
-    def draw(self, epoch: int) -> Epoch:
+    def draw(self, epoch: int) -> Epoch | Streamed:
         """The batches of an epoch of this stage: those drawn ahead, or new ones."""
-        seed, recipe = self.seed_of(epoch), self.recipe
+        seed, recipe, (rank, count) = self.seed_of(epoch), self.recipe, (self.processes.rank, self.processes.count)
+        if isinstance(self.data, Streaming):
+            return Streamed(self.data, self.pool, recipe.batch_size, seed, rank, count)
         if self._ahead is None or self._ahead[0] != seed:
-            made = batches.draw(self.pool, recipe.batch_size, recipe.shift, recipe.flip, seed)
+            made = batches.draw(self.pool, recipe.batch_size, recipe.shift, recipe.flip, seed).share(rank, count)
             self._ahead = seed, made.to(self.device)
         return self._ahead[1]
 
-    @cached_property
-    def watched(self) -> tuple[Tensor, Tensor]:
-        """The images, and their labels, whose accuracy this run may select by."""
-        if self.recipe.epoch_selection == "held-out":
-            return self.data.train_x[self.held_out], self.data.train_y[self.held_out]
-        return self.data.test_x, self.data.test_y
+    @property
+    def watched(self) -> Images:
+        """The images whose accuracy this run may select by."""
+        return Images("train", self.held_out) if self.recipe.epoch_selection == "held-out" else TEST
 
     def close_epoch(self, settings: Training, loss: float, accuracy: float) -> dict[str, Any]:
         """Keeps the weights of an epoch that is the best so far; gives its line of metrics."""
@@ -308,13 +417,14 @@ class Run:
             self.model.load_state_dict(self._best)
             self.state.selected[self.state.stage] = self.state.best_epoch
 
-    @torch.inference_mode()
-    def _right(self) -> Tensor:
-        """How many of the watched images the model gets right, computed as in training; does not wait."""
+    def _counts(self) -> Tensor:
+        """What `counted` gives of the watched images, computed as in training; does not wait for the device."""
         self.model.eval()
-        parts = zip(*(t.split(WATCHED_AT_ONCE[self.device.type]) for t in self.watched), strict=True)
-        found = [logits(self.model, self.data.floats(x), self.recipe).argmax(1) == y for x, y in parts]
-        return torch.stack([part.sum() for part in found]).sum()
+        self.processes.share_buffers(self.model)
+        at_once = (WATCHED_AT_ONCE if self.data.in_memory else STREAMED_AT_ONCE)[self.device.type]
+        mine = self.watched.share(self.data, self.processes.rank, self.processes.count)
+        found = counted(lambda x: logits(self.model, x, self.recipe), self.data, mine, at_once)
+        return self.processes.sum(found.to(self.device))
 
     # Parts of a step
 
@@ -324,7 +434,8 @@ class Run:
         return teachers_of(self.recipe, self.data, self.device, self.progress.note)
 
     def captures(self) -> bool:
-        return self.device.type == "cuda" and self.recipe.capture == "auto"
+        alone = self.processes.count == 1
+        return self.device.type == "cuda" and self.recipe.capture == "auto" and self.data.in_memory and alone
 
     def make_regularizer(self, settings: Regularize, steps_an_epoch: int) -> Regularizer:
         made = Regularizer(
@@ -346,18 +457,28 @@ class Run:
     def _grouping(self, choice: str, **settings: Any) -> Grouping:
         kind = groupings()[choice]
         if getattr(kind, "needs_graph", False):
-            return kind(self.model, self.data.floats(self.data.test_x[:1]), **settings)
+            return kind(self.model, self.data.example(), **settings)
         return groupings().make(choice, **settings)
 
-    def accuracy(self, x: Tensor, y: Tensor) -> float:
-        """The share of images that the model gets right, in eval mode."""
-        return int((self.predictions(self.model, x) == y).sum()) / len(x)
+    def accuracy(self, images: Images) -> float:
+        """The share of images that the model gets right, in eval mode and in float32."""
+        return self.score(images).accuracy
+
+    def score(self, images: Images) -> Score:
+        self.model.eval()
+        self.processes.share_buffers(self.model)
+        mine = images.share(self.data, self.processes.rank, self.processes.count)
+        found = counted(self.model, self.data, mine, self._at_once())
+        return Score.read(self.processes.sum(found.to(self.device)), self.data)
+
+    def _at_once(self) -> int:
+        return 1000 if self.data.in_memory else STREAMED_AT_ONCE[self.device.type]
 
     @torch.inference_mode()
-    def predictions(self, model: nn.Module, x: Tensor, batch: int = 1000) -> Tensor:
+    def predictions(self, model: nn.Module, images: Images = TEST) -> Tensor:
         """The class that a model takes each image for, in eval mode."""
         model.eval()
-        return torch.cat([model(self.data.floats(part)).argmax(1) for part in x.split(batch)])
+        return torch.cat([model(x).argmax(1) for x, _ in self.data.shown(images, self._at_once())])
 
     def fresh_model(self) -> nn.Module:
         """A newly made network of the recipe's kind, where the run takes place."""
@@ -373,7 +494,16 @@ class Run:
         self.state.regularizer = regularizer.state_dict() if regularizer else None
         self._save(optimizer)
 
+    def _time_to_save(self, least: float) -> bool:
+        """Whether the last checkpoint is old enough, and the time since is long beside what writing one takes."""
+        if not self.processes.main:
+            return False
+        return time.monotonic() - self._saved > max(least, self._save_cost / SAVE_SHARE)
+
     def _save(self, optimizer: Mapping[str, Tensor]) -> None:
+        if not self.processes.main:
+            return
+        began = time.monotonic()
         parts: dict[str, Mapping[str, Tensor]] = {
             "model": self.model.state_dict(),
             "best": self._best,
@@ -384,18 +514,21 @@ class Run:
         self.state.metrics_size = self.folder.metrics_size()
         checkpoint.save(self.folder.checkpoints, tensors, asdict(self.state))
         self._saved = time.monotonic()
+        self._save_cost = self._saved - began
 
 
 _at_hand: WeakValueDictionary[tuple[str, torch.device], Dataset] = WeakValueDictionary()
 
 
-def _data_of(recipe: Recipe, device: torch.device) -> Dataset:
-    """A recipe's data as floats on the device; runs that stand side by side, as in a stack, have one copy."""
+def _data_of(recipe: Recipe, device: torch.device) -> Source:
+    """A recipe's data, handed out on the device; of what lies in memory, as floats, runs of a process have one copy."""
     settings = named(recipe.data)
     key = json.dumps(settings, sort_keys=True), device
-    found = _at_hand.get(key)
-    if found is None:
-        found = _at_hand[key] = datasets.load(**_renamed(settings)).to(device).in_floats()
+    if key in _at_hand:
+        return _at_hand[key]
+    found: Source = datasets.load(**_renamed(settings)).to(device)
+    if isinstance(found, Dataset):
+        found = _at_hand[key] = found.in_floats()
     return found
 
 

@@ -6,18 +6,19 @@ Both do the same arithmetic in the same order. Masks are held by the optimizer's
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from deephoyer.lab.train.batches import Epoch
+from deephoyer.lab.train.batches import Batch, Draw, Epoch, Streamed
 from deephoyer.lab.train.epoch_tensors import Tables
 from deephoyer.lab.train.optim import set_rate
 
-Forward = Callable[[Tensor, "Tensor | None", "Tensor | None"], Tensor]
-Draw = tuple[Tensor, "Tensor | None", "Tensor | None"]
+Forward = Callable[[Any], Tensor]
+"""The mean loss of a draw, or of a batch."""
 
 
 class Penalizing(Protocol):
@@ -33,7 +34,12 @@ class Penalizing(Protocol):
 
 
 class PlainStep:
-    """Runs steps one by one; `loss` sums the losses of the steps since `restart`, one for each network of `shape`."""
+    """Runs steps one by one; `loss` sums the losses of the steps since `restart`.
+
+    With `parts`, the gradients of so many parts of a batch are accumulated for one step. Of several processes each does
+    its share of a step: `alone` is the context in which they leave gradients to themselves, and `shared` makes of the
+    loss of each the mean of all.
+    """
 
     def __init__(
         self,
@@ -41,35 +47,76 @@ class PlainStep:
         optimizer: torch.optim.Optimizer,
         regularizer: Penalizing | None,
         device: torch.device,
-        shape: tuple[int, ...] = (),
+        parts: int = 1,
+        alone: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        shared: Callable[[Tensor], Tensor] = lambda loss: loss,
     ):
         self.forward, self.optimizer, self.regularizer, self.device = forward, optimizer, regularizer, device
-        self.loss = torch.zeros(shape, device=device)
+        self.parts, self.alone, self.shared = parts, alone, shared
+        self.loss = torch.zeros((), device=device)
 
-    def restart(self) -> None:
-        self.loss.zero_()
+    def restart(self, loss: float = 0.0) -> None:
+        """An epoch begins, or goes on where the losses of its steps came to `loss`."""
+        self.loss.fill_(loss)
 
     def epoch(self, drawn: Epoch, rates: Sequence[float]) -> None:
         """All steps of an epoch, with a learning rate for each."""
         self._plainly(drawn.to(self.device), rates, range(len(drawn)))
 
-    def _plainly(self, drawn: Epoch, rates: Sequence[float], steps: range) -> None:
+    def rest_of(
+        self,
+        drawn: Streamed,
+        rates: Sequence[float],
+        done: int,
+        before: Callable[[int], None],
+        after: Callable[[int], None],
+    ) -> None:
+        """The steps of an epoch that are not done yet, each between two calls with its number."""
+        self._plainly(drawn, rates, range(done, len(drawn)), before, after)
+
+    def _plainly(
+        self,
+        drawn: Epoch | Streamed,
+        rates: Sequence[float],
+        steps: range,
+        before: Callable[[int], None] = lambda step: None,
+        after: Callable[[int], None] = lambda step: None,
+    ) -> None:
         now = None
-        for i in steps:
+        draws: Iterable[Draw | Batch] = drawn.steps(steps)
+        for i, draw in zip(steps, draws, strict=True):
             if rates[i] != now:
                 now = rates[i]
                 set_rate(self.optimizer, now)
-            self._once(drawn.step(i))
+            before(i)
+            self._once(draw)
             self._advance(1)
+            after(i)
 
-    def _once(self, draw: Draw) -> None:
+    def _once(self, draw: Draw | Batch) -> None:
         self.optimizer.zero_grad(set_to_none=True)
-        loss = self.forward(*draw)
-        (loss.sum() if loss.dim() else loss).backward()
+        loss = self._backward(draw) if self.parts == 1 else self._accumulated(draw)
         if self.regularizer is not None:
             self.regularizer.add_grad_(advance=False)
         self.optimizer.step()
-        self.loss += loss.detach()
+        self.loss += self.shared(loss)
+
+    def _backward(self, draw: Draw | Batch) -> Tensor:
+        loss = self.forward(draw)
+        loss.backward()
+        return loss.detach()
+
+    def _accumulated(self, draw: Draw | Batch) -> Tensor:
+        *early, last = draw.parts(self.parts)
+        total = torch.zeros_like(self.loss)
+        for part in early:
+            with self.alone():
+                loss = self.forward(part) / self.parts
+                loss.backward()
+            total += loss.detach()
+        loss = self.forward(last) / self.parts
+        loss.backward()
+        return total + loss.detach()
 
     def _advance(self, steps: int) -> None:
         if self.regularizer is not None:
