@@ -31,6 +31,16 @@ def test_list_shows_the_recipes_by_folder_and_every_kind_with_a_line_each(comman
         assert word in command("list", kind)[1]
 
 
+def test_networks_that_are_not_there_are_told_with_the_commands_that_make_them(command):
+    status, _, said = command("run", "small/lenet-5", "device=cpu")
+    made = [line.strip() for line in said.splitlines()[1:]]
+    assert status == 2 and "neither in ./results nor in ./runs" in said
+    assert made == [f"deephoyer run parts/lenet-5-teacher epoch_selection=test-best seed={seed}" for seed in range(4)]
+    status, _, said = command("run", "small/resnet-56-gather-finetuned-twice", "device=cpu")
+    made = [line.strip() for line in said.splitlines()[1:]]
+    assert made == ["deephoyer run small/resnet-56-gather", "deephoyer run parts/resnet-110-dense"]
+
+
 def test_an_old_name_is_answered_with_the_new_words(command):
     status, _, said = command("run", "lenet-5-hs")
     assert status == 2 and "deephoyer run paper/lenet-5 data=mnist" in said

@@ -123,7 +123,7 @@ def test_a_network_that_would_predict_otherwise_is_kept_as_it_was_trained(tmp_pa
         "finetune.epochs=1",
     ]
     job = Run(recipe.read("demo", quick), tmp_path).execute()
-    monkeypatch.setattr(result, "tidy", lambda model, example: models.make("lenet-300-100"))
+    monkeypatch.setattr(result, "tidy", lambda model, example, groups: models.make("lenet-300-100"))
     record = result.finish(job)
     assert record["sparse"]["total"]["nonzeros"] == sum(
         int((p != 0).sum()) for p in job.model.parameters() if p.dim() > 1

@@ -7,7 +7,7 @@ A run that starts from another network, or learns from one, says by which words 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,33 @@ class Network:
     epoch_selection: str | None
 
 
+class NotThere(UserError):
+    """A network that has not been made yet; `command` makes it."""
+
+    def __init__(self, key: str, command: Command):
+        self.command = command
+        super().__init__(
+            f"{key}: a network is neither in ./{RESULTS} nor in ./{RUNS}. Make it, or give a .safetensors file:\n"
+            f"{command}"
+        )
+
+
+def all_there(networks: Sequence[tuple[str, str | Teacher]]) -> None:
+    """Looks for every network, each with the recipe's key that names it, and says of all at once how to make them."""
+    missing: list[NotThere] = []
+    for key, named in networks:
+        try:
+            network(named, key)
+        except NotThere as why:
+            missing.append(why)
+    if not missing:
+        return
+    first, *rest = missing
+    raise UserError("\n".join(dict.fromkeys([str(first), *(str(why.command) for why in rest)])))
+
+
 def network(named: str | Teacher, key: str) -> Network:
-    """The network that the recipe's `key` names; a `UserError` gives the command that makes it."""
+    """The network that the recipe's `key` names."""
     if isinstance(named, Teacher):
         return _in_file(named.file, key, named.model)
     if is_file(named):
@@ -39,10 +64,7 @@ def network(named: str | Teacher, key: str) -> Network:
     recipe = command.read()
     path = _published(recipe) or _run(recipe, key, command)
     if path is None:
-        raise UserError(
-            f"{key}: the network of `{command}` is neither in ./{RESULTS} nor in ./{RUNS}. "
-            "That command makes it; or give a .safetensors file."
-        )
+        raise NotThere(key, command)
     return Network(path, recipe.model, recipe.epoch_selection)
 
 

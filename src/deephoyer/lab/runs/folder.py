@@ -102,7 +102,7 @@ class RunFolder:
                     "Give another folder with --out, or delete this one."
                 )
 
-    # Metrics: a line an epoch; a resumed run cuts off what came after its checkpoint.
+    # Metrics: one line per epoch; a resumed run cuts off what came after its checkpoint.
 
     def metrics_size(self) -> int:
         return self.metrics_path.stat().st_size if self.metrics_path.exists() else 0

@@ -1,4 +1,4 @@
-"""What a run tells the person who waits for it: a bar on a terminal, a line a stage elsewhere."""
+"""What a run tells the person who waits for it: a bar on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 

@@ -125,9 +125,9 @@ class Run:
 
     def _build(self) -> None:
         if not self.finished():
-            for key, words in self.recipe.networks():  # before the first stage trains for hours
-                if key != "start" or self.state.stage == "start":  # later it is in the run's own checkpoint
-                    find.network(words, key)
+            # Before the first stage trains for hours; what it started from is in its own checkpoint later.
+            begun = self.state.stage != "start"
+            find.all_there([one for one in self.recipe.networks() if not (begun and one[0] == "start")])
         self.data = _data_of(self.recipe, self.device)
         if not self.data.in_memory and (self.recipe.shift or self.recipe.flip):
             raise UserError(

@@ -1,4 +1,4 @@
-"""Histograms of a run's nonzero weights: a row a layer, a column a stage (as in the paper's appendix)."""
+"""Histograms of a run's nonzero weights: one row per layer, one column per stage (as in the paper's appendix)."""
 
 from __future__ import annotations
 
