@@ -136,11 +136,11 @@ def compare(networks: dict[str, nn.Module], x: Tensor, seconds: float, most: flo
     for (name, model), times in zip(networks.items(), latencies, strict=True):
         _, total = count(model, x)
         _, before = count(whole, x)
-        assert total.macs_there and before.macs_there
+        assert total.macs_executed and before.macs_executed
         record[name] = {
             "parameters": total.parameters,
-            "macs": total.macs_there,
-            "fewer_macs": before.macs_there / total.macs_there,
+            "macs": total.macs_executed,
+            "fewer_macs": before.macs_executed / total.macs_executed,
             "difference": difference(whole, model),
             "latency": [asdict(t) for t in times],
             "faster": {str(t.batch): b.median_ms / t.median_ms for b, t in zip(latencies[0], times, strict=True)},

@@ -20,13 +20,13 @@ def counted(name, **settings):
 
 def macs(name, **settings):
     total = counted(name, **settings).total
-    assert total.macs_paper == total.macs_there  # nothing is zero in a fresh network
-    return total.macs_there
+    assert total.macs_paper == total.macs_executed  # nothing is zero in a fresh network
+    return total.macs_executed
 
 
 def test_macs_of_the_lenets_are_the_papers():
     assert macs("lenet-300-100") == 266_200
-    assert [r.macs_there for r in counted("lenet-5").rows] == [288_000, 1_600_000, 400_000, 5_000]
+    assert [r.macs_executed for r in counted("lenet-5").rows] == [288_000, 1_600_000, 400_000, 5_000]
 
 
 def test_macs_of_the_resnets_are_the_published_ones_to_the_printed_digit():
@@ -42,7 +42,7 @@ def test_weights_of_alexnet_are_the_papers_layer_by_layer():
     assert [r.weights for r in s.rows] == [
         34_848, 307_200, 884_736, 663_552, 442_368, 37_748_736, 16_777_216, 4_096_000,
     ]  # fmt: skip
-    assert s.total.weights == 60_954_656 and s.total.macs_there is None
+    assert s.total.weights == 60_954_656 and s.total.macs_executed is None
 
 
 def keep(layer, filters, channels):
@@ -60,7 +60,7 @@ def test_group_sparse_lenet_300_100_reads_as_in_the_paper():
     s = summary(model, torch.zeros(1, 784), latency=False)
     assert s.layer_widths == "353-45-11"
     assert s.total.macs_paper == 353 * 45 + 45 * 11 + 11 * 10  # the paper's 16.5k
-    assert s.total.macs_there == 266_200
+    assert s.total.macs_executed == 266_200
 
 
 def test_group_sparse_lenet_5_reads_as_in_the_paper():
@@ -84,8 +84,8 @@ def test_the_papers_macs_lie_between_the_nonzero_products_and_the_dense_ones(gro
     x = torch.zeros(3, 4, 6, 6)
     row = summary(layer, x, latency=False).rows[0]
     places = 36 if transposed else 16
-    assert row.macs_there == places * layer.weight.numel()
-    assert places * row.nonzeros <= row.macs_paper <= row.macs_there
+    assert row.macs_executed == places * layer.weight.numel()
+    assert places * row.nonzeros <= row.macs_paper <= row.macs_executed
 
 
 def test_a_dead_filter_of_a_grouped_convolution_saves_only_its_own_groups_work():
@@ -93,11 +93,11 @@ def test_a_dead_filter_of_a_grouped_convolution_saves_only_its_own_groups_work()
     with torch.no_grad():
         layer.weight[0] = 0
     row = summary(layer, torch.zeros(1, 4, 1, 1), latency=False).rows[0]
-    assert (row.macs_there, row.macs_paper, row.live_filters) == (8, 6, 3)
+    assert (row.macs_executed, row.macs_paper, row.live_filters) == (8, 6, 3)
 
 
 @pytest.mark.parametrize("joints", ["none", "gather"])
-def test_a_compacted_network_has_fewer_macs_there_and_joints_leave_only_the_papers(joints):
+def test_a_compacted_network_has_fewer_macs_executed_and_joints_leave_only_the_papers(joints):
     torch.manual_seed(0)
     model, x = make("resnet-20").eval(), torch.randn(2, 3, 32, 32)
     with torch.no_grad():
@@ -105,28 +105,28 @@ def test_a_compacted_network_has_fewer_macs_there_and_joints_leave_only_the_pape
             conv.weight[torch.rand(conv.out_channels) < 0.5] = 0
     s = summary(compact(model, x, joints=joints), x, model, latency=False)
     before, after = s.baseline.total, s.total
-    assert after.macs_there < before.macs_there and after.parameters < before.parameters
+    assert after.macs_executed < before.macs_executed and after.parameters < before.parameters
     assert after.macs_paper <= before.macs_paper and after.nonzeros <= before.nonzeros
     if joints == "gather":
-        assert after.macs_there <= before.macs_paper
+        assert after.macs_executed <= before.macs_paper
 
 
 def test_a_layer_used_twice_counts_twice_in_macs_and_once_in_weights():
     layer = nn.Linear(5, 5)
     s = summary(nn.Sequential(layer, layer), torch.zeros(2, 5), latency=False)
-    assert (s.total.weights, s.total.macs_there) == (25, 50)
+    assert (s.total.weights, s.total.macs_executed) == (25, 50)
 
 
 def test_tied_weights_count_once():
     a, b = nn.Linear(5, 5, bias=False), nn.Linear(5, 5, bias=False)
     b.weight = a.weight
     s = summary(nn.Sequential(a, b), torch.zeros(2, 5), latency=False)
-    assert (s.total.weights, s.total.parameters, s.total.macs_there) == (25, 25, 50)
+    assert (s.total.weights, s.total.parameters, s.total.macs_executed) == (25, 25, 50)
     assert s.total.bytes_stored == 100
 
 
 def test_positions_of_a_sequence_count():
-    assert summary(nn.Linear(3, 2), torch.zeros(4, 7, 3), latency=False).total.macs_there == 42
+    assert summary(nn.Linear(3, 2), torch.zeros(4, 7, 3), latency=False).total.macs_executed == 42
 
 
 def test_sparse_weights_take_fewer_bytes_and_dense_ones_no_more():
@@ -186,13 +186,13 @@ def test_inputs_may_be_several_or_named():
 
     x = torch.zeros(2, 3)
     for examples in ((x, x), [x, x], {"a": x, "b": x}):
-        assert summary(Two(), examples, batch_sizes=(3,), seconds=0.01).total.macs_there == 6
+        assert summary(Two(), examples, batch_sizes=(3,), seconds=0.01).total.macs_executed == 6
 
 
 def test_the_titles_say_which_way_of_counting_is_meant():
     s = summary(make("lenet-5"), torch.zeros(1, 1, 28, 28), make("lenet-5"), latency=False, accuracy={"dense": 0.99})
     text = str(s)
-    for words in ("zero filters", "MACs there", "nonzeros", "parameters there", "bytes stored", "20-50-800-500"):
+    for words in ("zero filters", "MACs executed", "nonzeros", "parameters there", "bytes stored", "20-50-800-500"):
         assert words in text
     assert "99.00%" in text and "\x1b" not in text
 

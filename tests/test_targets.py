@@ -43,7 +43,7 @@ def uneven(name="resnet-20"):
 @pytest.mark.parametrize("share", [0.7, 0.4, 0.15])
 def test_the_macs_that_compaction_leaves_are_the_target_and_one_group_more_would_be_over_it(rule, share):
     model, coupled = uneven()
-    dense = count(model, X)[1].macs_there
+    dense = count(model, X)[1].macs_executed
     found = targets.value_for(targets.macs(model, X, share, coupled), model, rule, coupled)
     values = targets.borders(rule, scored(model, coupled)[1])
     one_less = values[values.index(found.value) - 1]
@@ -51,7 +51,7 @@ def test_the_macs_that_compaction_leaves_are_the_target_and_one_group_more_would
     def left(value):
         other, groups = uneven()
         dh.prune(other, rule(value), groups)
-        return count(dh.compact(other, X), X)[1].macs_there / dense
+        return count(dh.compact(other, X), X)[1].macs_executed / dense
 
     assert left(found.value) == found.number <= share < left(one_less)
     assert found.number > share - 0.05
@@ -68,7 +68,7 @@ def test_macs_the_papers_way_and_executed_are_the_same_after_coupled_pruning():
     model, coupled = uneven()
     found = targets.value_for(targets.macs(model, X, 0.4, coupled), model, StdRatio, coupled)
     dh.prune(model, StdRatio(found.value), coupled)
-    assert count(model, X)[1].macs_paper == count(dh.compact(model, X), X)[1].macs_there
+    assert count(model, X)[1].macs_paper == count(dh.compact(model, X), X)[1].macs_executed
 
 
 def test_with_joints_what_is_dead_in_one_layer_alone_is_counted_as_gone():
@@ -76,8 +76,8 @@ def test_with_joints_what_is_dead_in_one_layer_alone_is_counted_as_gone():
     groups = ["filters", "channels"]
     found = targets.value_for(targets.macs(model, X, 0.5, joints="gather"), model, StdRatio, groups)
     dh.prune(model, StdRatio(found.value), groups)
-    (_, total), dense = count(model, X), count(models.make("resnet-20"), X)[1].macs_there
-    executed = {joints: count(dh.compact(model, X, joints=joints), X)[1].macs_there for joints in ("none", "gather")}
+    (_, total), dense = count(model, X), count(models.make("resnet-20"), X)[1].macs_executed
+    executed = {joints: count(dh.compact(model, X, joints=joints), X)[1].macs_executed for joints in ("none", "gather")}
     assert executed["gather"] / dense == found.number <= 0.5
     assert executed["gather"] <= total.macs_paper and executed["gather"] < executed["none"]
 
@@ -88,9 +88,9 @@ def test_a_run_with_joints_is_counted_stored_measured_and_compacted_with_them(tm
     pruned = ["prune={rule: std-ratio, groups: filters+channels, target: {macs: 0.5}}", "joints=gather"]
     made = recipe.read("demo", ["model=resnet-20", "data=compiling-noise", "device=cpu", *untrained, *pruned])
     run = Run(made, tmp_path / "run").execute()
-    found = finish(run)["compact"]["total"]["macs_there"]
-    dense = count(models.make("resnet-20"), X)[1].macs_there
-    assert found <= 0.5 * dense < count(dh.compact(run.model, X), X)[1].macs_there
+    found = finish(run)["compact"]["total"]["macs_executed"]
+    dense = count(models.make("resnet-20"), X)[1].macs_executed
+    assert found <= 0.5 * dense < count(dh.compact(run.model, X), X)[1].macs_executed
     assert measure(run.model, made.model_dump(mode="json")).compact.macs == found
     done = CliRunner().invoke(app, ["compact", str(run.folder.path), "--out", str(tmp_path / "again.safetensors")])
     assert done.exit_code == 0, done.output

@@ -54,7 +54,7 @@ def test_frozen_parameters_are_left_alone_unless_asked_for():
     assert names(net, frozen=True) == ["conv.weight", "up.weight", "head.weight"]
     with pytest.raises(dh.UserError, match=r"parameters: 'conv\*' leaves no trainable"):
         find_weights(net, "conv*")
-    with pytest.raises(dh.UserError, match="no trainable linear or convolution"):
+    with pytest.raises(dh.UserError, match="no trainable linear, convolution or recurrent"):
         find_weights(net.requires_grad_(False))
 
 
@@ -98,9 +98,73 @@ def old_prune(layer):
 )
 def test_a_weight_computed_from_others_is_not_left_out_in_silence(wrap):
     net = nn.Sequential(wrap(nn.Linear(3, 3)), nn.Linear(3, 2))
+    assert names(net) == ["1.weight"]
+    told = {name for name, kind in dh.Regularizer(net).left_out.items() if kind == "what a weight is computed from"}
+    assert told and all(name.startswith("0.") for name in told)
     with pytest.raises(dh.UserError, match=r"0\.weight is computed"):
-        find_weights(net)
-    assert names(net, "1.weight") == ["1.weight"]
+        find_weights(net[:1])
+
+
+def places(model):
+    return {w.name: (w.out_dim, w.in_dim) for w in find_weights(model)}
+
+
+def test_attention_and_recurrent_layers_are_found_by_what_they_do():
+    layer = nn.TransformerEncoderLayer(8, 2, 16)
+    attention = ["self_attn.in_proj_weight", "self_attn.out_proj.weight"]
+    assert list(places(layer)) == [*attention, "linear1.weight", "linear2.weight"]
+    assert list(places(nn.MultiheadAttention(8, 2, kdim=4, vdim=6))) == [
+        *("q_proj_weight", "k_proj_weight", "v_proj_weight", "out_proj.weight")
+    ]
+    assert list(places(nn.LSTM(4, 6, proj_size=3))) == ["weight_ih_l0", "weight_hh_l0", "weight_hr_l0"]
+    assert list(places(nn.GRUCell(4, 6))) == ["weight_ih", "weight_hh"]
+
+
+class Transposed(nn.Module):
+    """A linear layer that keeps its matrix the other way round, as Hugging Face's Conv1D does."""
+
+    def __init__(self, nf, nx):
+        super().__init__()
+        self.nf, self.nx = nf, nx
+        self.weight = nn.Parameter(torch.randn(nx, nf))
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+def test_groups_of_a_transposed_matrix_are_those_of_the_linear_layer_it_is():
+    mine, plain = Transposed(5, 3), nn.Linear(3, 5)
+    with torch.no_grad():
+        plain.weight.copy_(mine.weight.T)
+    for groups in ("filters", "channels"):
+        a, b = dh.Regularizer(mine, groups=groups), dh.Regularizer(plain, groups=groups)
+        torch.testing.assert_close(a.loss(), b.loss())
+        a.add_grad_(), b.add_grad_()
+        torch.testing.assert_close(mine.weight.grad.T, plain.weight.grad)
+        mine.weight.grad = plain.weight.grad = None
+
+
+def test_gpt2_is_found_with_its_transposed_matrices():
+    transformers = pytest.importorskip("transformers")
+    settings = {"vocab_size": 11, "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 6}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**settings))
+    reg = dh.Regularizer(model, groups="filters")
+    block = [f"transformer.h.0.{name}.weight" for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")]
+    assert [unit.name for unit in (term.unit for term in reg.terms)] == [*block, "lm_head.weight"]
+    assert [len(term.magnitudes()) for term in reg.terms] == [24, 8, 32, 8, 11]
+    assert reg.left_out["transformer.wpe.weight"] == "embedding"
+
+
+def test_what_is_left_out_is_named_with_what_it_is():
+    net = Net()
+    net.token = nn.Parameter(torch.randn(1, 4))
+    net.head.requires_grad_(False)
+    reg, masks = dh.Regularizer(net), dh.prune(net, dh.Density(0.5))
+    assert reg.left_out == masks.left_out
+    assert reg.left_out["embed.weight"] == "embedding" and reg.left_out["head.weight"] == "frozen"
+    assert reg.left_out["token"] == "of unknown use" and reg.left_out["norm.weight"] == "bias or norm"
+    assert "1 of unknown use (token), 1 frozen (head.weight)" in repr(reg)
+    assert "1 embedding (embed.weight)" in repr(masks)
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from deephoyer.kernels.zeroing import Zeroing, laid_like
 from deephoyer.optimizers import bare
 from deephoyer.rules import Rule, Scores
 from deephoyer.scores import Calibration, Loss, Score, scores_of
-from deephoyer.weights import find_weights, named_parameters
+from deephoyer.weights import find_weights, left_out, named_parameters, told
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ class Masks(Mapping[str, Tensor]):
                 raise UserError(f"masks: {name} is not a boolean tensor.")
         self._masks = dict(masks)
         self._model = model
+        self.left_out: dict[str, str] = {}
 
     def __getitem__(self, name: str) -> Tensor:
         return self._masks[name]
@@ -60,7 +61,8 @@ class Masks(Mapping[str, Tensor]):
         return len(self._masks)
 
     def __repr__(self) -> str:
-        return f"Masks({len(self)} tensors, density {self.density:.4g})"
+        rest = f"; {told(self.left_out)}" if self.left_out else ""
+        return f"Masks({len(self)} tensors, density {self.density:.4g}{rest})"
 
     @property
     def density(self) -> float:
@@ -235,7 +237,9 @@ def cut(
                     f"prune: {rule} would leave nothing of {name}: {why} its threshold {under}. "
                     "Lower the threshold, or allow it: allow_empty=True, in a recipe prune.allow_empty=true."
                 )
-    return Masks(masks, model).apply()
+    made = Masks(masks, model)
+    made.left_out = left_out(model, masks)
+    return made.apply()
 
 
 def rounded(keep: Tensor, score: Tensor, multiple: int) -> Tensor:

@@ -18,7 +18,7 @@ from deephoyer.groups import Grouping, Unit, groupings
 from deephoyer.kernels import Scale, Term, choose
 from deephoyer.optimizers import bare
 from deephoyer.penalties import PENALTIES, HoyerSquare, Penalty, ScaleFree, hoyer_measure, trimming_threshold
-from deephoyer.weights import find_weights
+from deephoyer.weights import find_weights, left_out, told
 
 WEIGHINGS = ("alike", "size")
 
@@ -31,6 +31,7 @@ class Regularizer:
     says how the gradient is computed (see `deephoyer.kernels`); it changes the speed, not the numbers.
     `weigh="size"` multiplies the strength of every unit by what the size of its groups takes away from the
     pull on a single weight: the channels of a residual stream are then as hard pressed as those of a block.
+    `left_out` (and the `repr`) names every parameter that is not regularized, with what it is.
 
     >>> model = nn.Linear(4, 3)
     >>> reg = Regularizer(model, "hoyer-square", "filters+channels", strength={"filters": 1e-4, "channels": 2e-4})
@@ -67,6 +68,7 @@ class Regularizer:
         for (kind, unit), factor in zip(found, factors, strict=True):
             scale = self._scales.setdefault((kind, factor), Scale())
             self.terms.append(Term(kind, unit, self.penalty, scale))
+        self.left_out = left_out(model, (name for _, unit in found for name in unit.names))
         self._handles: list[Any] = []
         self._backend = choose(self.terms, backend)
         self._backend_name = backend
@@ -192,6 +194,14 @@ class Regularizer:
         return before_step
 
     # Looking at it
+
+    def __repr__(self) -> str:
+        """Says which parameters are meant, and what was left out."""
+        names = list(dict.fromkeys(name for term in self.terms for name in term.unit.names))
+        meant = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+        kinds = " and ".join(self.schedules)
+        text = f"Regularizer({self.penalty!r} on {kinds} of {len(names)} parameters: {meant}"
+        return f"{text}; {told(self.left_out)})" if self.left_out else f"{text})"
 
     def strength_now(self) -> dict[str, float]:
         """The strength of each kind of group at this step."""

@@ -81,7 +81,7 @@ def summary(
     `seconds` for each batch size, on the device where they are.
 
     >>> import torch
-    >>> summary(nn.Linear(4, 2), torch.zeros(1, 4), latency=False).total.macs_there
+    >>> summary(nn.Linear(4, 2), torch.zeros(1, 4), latency=False).total.macs_executed
     8
     """
     models = [model] if baseline is None else [model, baseline]
@@ -99,7 +99,7 @@ def summary(
 
 
 def _layers_table(s: Summary) -> str:
-    macs = ["MACs, zero filters\nand channels discounted", "MACs there"] if s.total.macs_there is not None else []
+    macs = ["MACs, zero filters\nand channels discounted", "MACs executed"] if s.total.macs_executed is not None else []
     counts = ["weights", "nonzeros", "density", "live filters", "live channels"]
     titles = ["layer", "shape", *counts, *macs, "bytes stored"]
     lines = []
@@ -114,7 +114,7 @@ def _layers_table(s: Summary) -> str:
 
 def _narrow_table(s: Summary) -> str:
     """What matters most, for a terminal of eighty characters."""
-    macs = ["MACs without zero\nfilters, channels", "MACs there"] if s.total.macs_there is not None else []
+    macs = ["MACs without zero\nfilters, channels", "MACs executed"] if s.total.macs_executed is not None else []
     titles = ["layer", "live filters ×\nchannels", "nonzeros", "density", *macs]
     lines = [[r.name or "(model)", f"{r.live_filters} × {r.live_channels}", *_counts(r)[1:], *_macs(r)] for r in s.rows]
     total = ["total", s.layer_widths or "", *_counts(s.total)[1:], *_macs(s.total)]
@@ -155,7 +155,7 @@ def _counts(r: Row | Total) -> list[str]:
 
 
 def _macs(r: Row | Total) -> list[str]:
-    return [] if r.macs_there is None else [f"{r.macs_paper:,}", f"{r.macs_there:,}"]
+    return [] if r.macs_executed is None else [f"{r.macs_paper:,}", f"{r.macs_executed:,}"]
 
 
 def _of(live: int, whole: int) -> str:
@@ -187,7 +187,7 @@ _LINES: list[tuple[str, str, Callable[[Total], int | None]]] = [
         "MACs, the paper's counting",
         lambda t: t.macs_paper,
     ),
-    ("MACs there", "MACs there", lambda t: t.macs_there),
+    ("MACs executed", "MACs executed", lambda t: t.macs_executed),
     ("parameters there", "parameters there", lambda t: t.parameters),
     ("bytes in memory", "bytes in memory", lambda t: t.bytes_dense),
     ("bytes stored (without the file's header)", "bytes stored", lambda t: t.bytes_stored),

@@ -138,11 +138,11 @@ def macs(
 
     `joints` as in `compact`: with "gather", what is dead in one layer alone counts as gone.
     """
-    dense = count(model, examples)[1].macs_there or 1
+    dense = count(model, examples)[1].macs_executed or 1
     graph = groups or Coupled(model, examples)
 
     def left() -> float:
-        return (count(compact(model, examples, groups=graph, joints=joints), examples)[1].macs_there or 0) / dense
+        return (count(compact(model, examples, groups=graph, joints=joints), examples)[1].macs_executed or 0) / dense
 
     return Goal("the share of the MACs left", left, share)
 

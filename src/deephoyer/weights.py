@@ -1,7 +1,8 @@
 """Which parameters of a module are meant, and which of their dimensions are outputs and inputs.
 
-Groupings, rules and the accounting all start from the list that `find_weights` gives. Not here:
-what is done with them.
+Groupings, rules and the accounting all start from the list that `find_weights` gives: matrices and filters that inputs
+are multiplied by, whatever their layer's class or their parameter is called. `left_out` says what is not among them,
+and why. Not here: what is done with them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module."
 
 @dataclass(frozen=True, eq=False)
 class Weight:
-    """A parameter with its place: dimension 0 is whole, dimension 1 is cut by convolution groups."""
+    """A parameter with its place: which dimension is its outputs, which its inputs.
+
+    Dimension 0 is whole, dimension 1 is cut by convolution groups.
+    """
 
     name: str
     tensor: Tensor
@@ -35,8 +39,9 @@ class Weight:
 def find_weights(model: nn.Module, parameters: str | Iterable[str] | None = None, frozen: bool = False) -> list[Weight]:
     """The parameters that match the glob patterns `parameters`, each once however often it is tied.
 
-    By default the weights of linear and convolution layers: no biases, norms or embeddings. A pattern
-    that starts with `!` takes out what earlier ones took in, or of the default if there are only such.
+    By default what inputs are multiplied by: weights of linear, convolution and recurrent layers, projections of
+    attention, Hugging Face's `Conv1D`; no biases, norms or embeddings (`left_out` names them). A pattern that
+    starts with `!` takes out what earlier ones took in, or of the default if there are only such.
     Frozen parameters are left alone unless `frozen` is true; empty ones always are.
 
     >>> [w.name for w in find_weights(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))]
@@ -45,11 +50,8 @@ def find_weights(model: nn.Module, parameters: str | Iterable[str] | None = None
     ['weight', 'bias']
     """
     patterns = [parameters] if isinstance(parameters, str) else None if parameters is None else list(parameters)
-    layers = {name: module for name, module in _named_modules(model) if isinstance(module, LAYERS)}
-    default = {f"{name}.weight".removeprefix(".") for name in layers}
-    layer_of = {id(module._parameters.get("weight")): module for module in reversed(layers.values())}
-    if patterns is None:
-        _refuse_computed(layers)
+    default = _default(model)
+    placed = {id(tensor): place for tensor, place in reversed(default.values())}
     found: dict[int, Weight] = {}
     unmatched = set(patterns or ())
     only_out = all(p.startswith("!") for p in patterns or ())
@@ -60,7 +62,7 @@ def find_weights(model: nn.Module, parameters: str | Iterable[str] | None = None
         if is_lazy(tensor):
             raise UserError(f"{name} has no shape yet, as its layer is lazy: run one batch through the model first.")
         if tensor.numel():
-            found[id(tensor)] = _place(name, tensor, layer_of.get(id(tensor)))
+            found[id(tensor)] = Weight(name, tensor, *placed.get(id(tensor), (0, 1, 1)))
     positive = {p for p in unmatched if not p.startswith("!")}
     if positive:
         names = [n for n, _ in named_parameters(model)]
@@ -69,8 +71,80 @@ def find_weights(model: nn.Module, parameters: str | Iterable[str] | None = None
     if not found and patterns:
         raise UserError(f"parameters: {', '.join(map(repr, patterns))} leaves no trainable parameter to work on.")
     if not found:
-        raise UserError("no parameters to work on: the model has no trainable linear or convolution weights.")
+        computed = _computed(model)
+        if computed:
+            raise UserError(
+                f"no parameters to work on: {computed[0]} is computed from other tensors (weight norm, a "
+                "parametrization, a mask of torch.nn.utils.prune). Make it plain again, or say with parameters= "
+                "which are meant."
+            )
+        raise UserError(
+            "no parameters to work on: the model has no trainable linear, convolution or recurrent weights."
+        )
     return list(found.values())
+
+
+def all_weights(model: nn.Module) -> list[Weight]:
+    """What inputs are multiplied by, frozen, tied and computed ones included, each under all of its names.
+
+    >>> tied = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)); tied[1].weight = tied[0].weight
+    >>> [w.name for w in all_weights(tied)]
+    ['0.weight', '1.weight']
+    """
+    found = [Weight(name, tensor, *place) for name, (tensor, place) in _default(model, computed=True).items()]
+    return [weight for weight in found if not is_lazy(weight.tensor)]
+
+
+def left_out(model: nn.Module, covered: Iterable[str]) -> dict[str, str]:
+    """The parameters that are not `covered`, with what each is; tied ones under no second name.
+
+    Biases and norms go with their layers and are seldom meant; a matrix of unknown use may well be.
+
+    >>> left_out(nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 2)), ["1.weight"])
+    {'0.weight': 'embedding', '1.bias': 'bias or norm'}
+    """
+    names, kinds = set(covered), {name: type(module) for name, module in named_modules(model)}
+    every = dict(named_parameters(model))
+    seen = {id(every[name]) for name in names if name in every}
+    default = _default(model)
+    computed = tuple(
+        _computed(model)
+    )  # 0.weight is made from 0.parametrizations.weight.original0, or from 0.weight_orig
+    found: dict[str, str] = {}
+    for name, tensor in every.items():
+        if id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        owner = kinds.get(name.rpartition(".")[0], nn.Module)
+        if name.replace("parametrizations.", "").startswith(computed):
+            found[name] = "what a weight is computed from"
+        elif name in default:
+            found[name] = "in no group" if tensor.requires_grad else "frozen"
+        elif issubclass(owner, (nn.Embedding, nn.EmbeddingBag)):
+            found[name] = "embedding"
+        elif tensor.dim() < 2 or "Norm" in owner.__name__:
+            found[name] = "bias or norm"
+        else:
+            found[name] = "of unknown use"
+    return found
+
+
+def told(left: Mapping[str, str]) -> str:
+    """What was left out, in a line; every name of those that are seldom expected.
+
+    >>> told({"cls": "of unknown use", "a.bias": "bias or norm", "b.bias": "bias or norm"})
+    'left out: 1 of unknown use (cls), 2 bias or norm'
+    """
+    kinds: dict[str, list[str]] = {}
+    for name, kind in left.items():
+        kinds.setdefault(kind, []).append(name)
+    rank = sorted(kinds, key=lambda kind: (kind == "bias or norm", kind == "embedding"))
+    shown = []
+    for kind in rank:
+        names = kinds[kind]
+        some = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+        shown.append(f"{len(names)} {kind}" + ("" if kind == "bias or norm" else f" ({some})"))
+    return "left out: " + ", ".join(shown) if shown else ""
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -83,7 +157,8 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield _plain(name), tensor
 
 
-def _named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """All modules under the names they have in the plain module, whatever it is wrapped in; shared ones repeated."""
     for name, module in unwrap(model).named_modules(remove_duplicate=False):
         yield _plain(f"{name}.").removesuffix("."), module
 
@@ -101,14 +176,56 @@ def _plain(name: str) -> str:
     return name
 
 
-def _refuse_computed(layers: Mapping[str, nn.Module]) -> None:
-    """A layer left out in silence would be neither regularized nor pruned, and nobody would know."""
-    for name, module in layers.items():
-        if module._parameters.get("weight") is None:
-            raise UserError(
-                f"{name or 'the layer'}.weight is computed from other tensors (weight norm, a parametrization, a mask "
-                "of torch.nn.utils.prune). Make it plain again, or say with parameters= which parameters are meant."
-            )
+def _default(model: nn.Module, computed: bool = False) -> dict[str, tuple[Tensor, tuple[int, int, int]]]:
+    """By name, what inputs are multiplied by; and its dimension of outputs, of inputs, its convolution groups."""
+    found: dict[str, tuple[Tensor, tuple[int, int, int]]] = {}
+    for prefix, module in named_modules(model):
+        for name, place in _places(module).items():
+            tensor = getattr(module, name, None) if computed else module._parameters.get(name)
+            if isinstance(tensor, Tensor):
+                found[f"{prefix}.{name}".removeprefix(".")] = (tensor, place)
+    return found
+
+
+def _places(module: nn.Module) -> dict[str, tuple[int, int, int]]:
+    """The module's own parameters that inputs are multiplied by, with output dimension, input dimension, groups."""
+    plain = (0, 1, 1)
+    if isinstance(module, TRANSPOSED):
+        return {"weight": (1, 0, module.groups)}
+    if isinstance(module, CONVOLUTIONS):
+        return {"weight": (0, 1, module.groups)}
+    if isinstance(module, (nn.Linear, nn.Bilinear)):
+        return {"weight": plain}
+    if isinstance(module, nn.MultiheadAttention):
+        return dict.fromkeys(("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"), plain)
+    if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
+        return {name: plain for name in module._parameters if name.startswith("weight_")}
+    return _by_its_sizes(module)
+
+
+def _by_its_sizes(module: nn.Module) -> dict[str, tuple[int, int, int]]:
+    """A layer of somebody's own with a matrix `weight`, whose attributes say which side is which.
+
+    Hugging Face's `Conv1D` is a linear layer with its matrix transposed and calls its outputs `nf`.
+    """
+    weight = module._parameters.get("weight")
+    if weight is None or is_lazy(weight) or weight.dim() != 2:
+        return {}
+    for out, into in (("out_features", "in_features"), ("out_channels", "in_channels")):
+        sizes = getattr(module, out, None), getattr(module, into, None)
+        if sizes == tuple(weight.shape):
+            return {"weight": (0, 1, 1)}
+        if sizes == tuple(reversed(weight.shape)):
+            return {"weight": (1, 0, 1)}
+    if getattr(module, "nf", None) == weight.shape[1]:
+        return {"weight": (1, 0, 1)}
+    return {}
+
+
+def _computed(model: nn.Module) -> list[str]:
+    """Weights of layers that are no parameters but made from some."""
+    layers = ((name, module) for name, module in named_modules(model) if isinstance(module, LAYERS))
+    return [f"{name}.weight".removeprefix(".") for name, m in layers if m._parameters.get("weight") is None]
 
 
 def _wanted(name: str, patterns: Iterable[str], unmatched: set[str], wanted: bool) -> bool:
@@ -117,11 +234,3 @@ def _wanted(name: str, patterns: Iterable[str], unmatched: set[str], wanted: boo
             unmatched.discard(pattern)
             wanted = not pattern.startswith("!")
     return wanted
-
-
-def _place(name: str, tensor: Tensor, layer: nn.Module | None) -> Weight:
-    if isinstance(layer, TRANSPOSED):
-        return Weight(name, tensor, out_dim=1, in_dim=0, groups=layer.groups)
-    if isinstance(layer, CONVOLUTIONS):
-        return Weight(name, tensor, groups=layer.groups)
-    return Weight(name, tensor)

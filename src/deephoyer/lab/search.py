@@ -33,7 +33,7 @@ RETRIES = 3
 MEASURES: dict[str, Callable[[Path, dict[str, Any]], float]] = {
     "accuracy": lambda folder, summary: _selected_accuracy(folder, summary),
     "nonzeros": lambda folder, summary: summary["sparse"]["total"]["nonzeros"],
-    "macs": lambda folder, summary: _compacted(summary)["macs_there"],
+    "macs": lambda folder, summary: _compacted(summary)["macs_executed"],
     "parameters": lambda folder, summary: _compacted(summary)["parameters"],
     "seconds": lambda folder, summary: sum(summary["seconds"].values()),
 }

@@ -47,7 +47,7 @@ def measure(model: nn.Module, recipe: Mapping[str, Any], compacted: bool = True)
             parameters=total.parameters,
             nonzero_parameters=sum(int(torch.count_nonzero(p)) for p in model.parameters()),
             macs_paper=total.macs_paper or 0,
-            macs_there=total.macs_there or 0,
+            macs_there=total.macs_executed or 0,
         ),
         compact=None if small is None else _compacted(small, x[:1]),
         layers=tuple(Layer(**{field: getattr(row, field) for field in Layer.model_fields}) for row in rows),
@@ -56,7 +56,7 @@ def measure(model: nn.Module, recipe: Mapping[str, Any], compacted: bool = True)
 
 def _compacted(small: nn.Module, example: Tensor) -> Compacted:
     total = count(small, example)[1]
-    return Compacted(macs=total.macs_there or 0, parameters=total.parameters)
+    return Compacted(macs=total.macs_executed or 0, parameters=total.parameters)
 
 
 @torch.inference_mode()

@@ -1,0 +1,179 @@
+"""Multiply-accumulates that a network executes, at the level of operations: matrix products, convolutions, attention.
+
+The model is run once under a dispatch mode that sees every operation with its tensors, whatever module, function or
+tensor subclass it comes from. Formulas are torch's own (`torch.utils.flop_counter`, two FLOPs for each MAC), and ours
+for what that does not count: recurrent layers in one operation, products with vectors, grouped and integer products.
+Each operation is put down to the weight it uses, or to the module that called it where it uses none.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from deephoyer.errors import UserError
+from deephoyer.inference import Examples, at_rest, batch_of, call
+from deephoyer.weights import named_modules, unwrap
+
+aten = torch.ops.aten
+Parts = list[tuple[list[Tensor], int]]
+"""MACs of an operation, with the tensors that it multiplies; they are put down to the first that is a weight."""
+
+
+def executed(
+    model: nn.Module, examples: Examples, weights: Mapping[str, Tensor]
+) -> tuple[dict[str, int], dict[str, int]]:
+    """MACs of one example: by the names in `weights`, and those without a weight by the module that executes them.
+
+    >>> layer = nn.Linear(4, 2)
+    >>> executed(layer, torch.zeros(3, 4), {"weight": layer.weight})
+    ({'weight': 8}, {})
+    """
+    model, batch = unwrap(model), batch_of(examples)
+    counting = _Counting(weights)
+    with counting, _open(model, counting), at_rest(model):
+        try:
+            call(model, examples)
+        except UserError:
+            raise
+        except Exception as why:
+            raise UserError(f"the model can't be run on the example inputs: {why}") from why
+    used, other = counting.used, counting.other
+    return {name: n // batch for name, n in used.items()}, {name: n // batch for name, n in other.items()}
+
+
+@contextmanager
+def _open(model: nn.Module, counting: _Counting) -> Iterator[None]:
+    """Says which module is at work; torch's fused transformer layers, which hide their products, are taken apart."""
+    hooks: list[Any] = []
+    for name, module in named_modules(model):
+        hooks.append(module.register_forward_pre_hook(lambda m, args, name=name: counting.inside.append(name)))
+        hooks.append(module.register_forward_hook(lambda m, args, y: counting.inside.__delitem__(-1), always_call=True))
+    fused = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fused)
+        for hook in hooks:
+            hook.remove()
+
+
+class _Counting(TorchDispatchMode):
+    def __init__(self, weights: Mapping[str, Tensor]):
+        super().__init__()
+        self.used: Counter[str] = Counter()
+        self.other: Counter[str] = Counter()
+        self.inside: list[str] = []
+        self._spans: dict[int, list[tuple[int, int, str]]] = {}
+        self._of_module: dict[str, list[str]] = {}
+        for name, tensor in weights.items():
+            self._of_module.setdefault(name.rpartition(".")[0], []).append(name)
+            start = int(tensor.storage_offset())
+            if (key := _storage(tensor)) is not None:
+                self._spans.setdefault(key, []).append((start, start + tensor.numel(), name))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        packet = func._overloadpacket
+        formula = FORMULAS.get(packet)
+        if formula is None and packet not in flop_registry:
+            if func is not torch.ops.prim.device.default:
+                with self:
+                    out = func.decompose(*args, **kwargs)
+                if out is not NotImplemented:
+                    return out
+            return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        if formula is not None:
+            parts = formula(out, args, kwargs)
+        else:
+            macs = flop_registry[packet](*args, **kwargs, out_val=out) // 2
+            parts = [(_tensors(args), macs)]
+        for given, macs in parts:
+            self._note(next((name for t in given if (name := self._name(t)) is not None), None), macs)
+        return out
+
+    def _note(self, name: str | None, macs: int) -> None:
+        here = self.inside[-1] if self.inside else ""
+        if name is None and len(own := self._of_module.get(here, [])) == 1 and own[0].rpartition(".")[2] == "weight":
+            name = own[0]  # a copy of a layer's weight, in another precision or computed
+        if name is None:
+            self.other[here] += macs
+        else:
+            self.used[name] += macs
+
+    def _name(self, tensor: Tensor) -> str | None:
+        """The weight that a tensor is a view of; of tied ones the one of the module at work."""
+        spans = self._spans.get(_storage(tensor) or 0, ())
+        start = int(tensor.storage_offset()) if spans else 0
+        names = [name for first, end, name in spans if first <= start < end]
+        here = self.inside[-1] if self.inside else ""
+        return next((n for n in names if n.rpartition(".")[0] == here), names[0] if names else None)
+
+
+def _storage(tensor: Tensor) -> int | None:
+    """What tensors over the same memory have in common; None for those without memory of their own."""
+    try:
+        return tensor.untyped_storage().data_ptr() or None
+    except (RuntimeError, NotImplementedError):  # a subclass that wraps others
+        return None
+
+
+def _rows(tensor: Tensor) -> int:
+    return tensor.numel() // max(1, tensor.shape[-1])
+
+
+def _tensors(args: Any) -> list[Tensor]:
+    return [a for a in args if isinstance(a, Tensor)]
+
+
+def _recurrent(out: Any, args: Any, kwargs: Any) -> Parts:
+    """One layer in one direction: every step multiplies by both matrices."""
+    return [([weight], _rows(args[0]) * weight.numel()) for weight in _tensors(args[1:5]) if weight.dim() == 2]
+
+
+def _cudnn_recurrent(out: Any, args: Any, kwargs: Any) -> Parts:
+    return [([weight], _rows(args[0]) * weight.numel()) for weight in args[1] if weight.dim() == 2]
+
+
+def _times_vector(at: int) -> Callable[[Any, Any, Any], Parts]:
+    return lambda out, args, kwargs: [(_tensors(args), args[at].numel())]
+
+
+def _product(out: Any, args: Any, kwargs: Any) -> Parts:
+    """Every output is a sum over the last dimension of the first factor."""
+    return [(_tensors(args), out.numel() * args[0].shape[-1])]
+
+
+def _summed_product(out: Any, args: Any, kwargs: Any) -> Parts:
+    return [(_tensors(args), out.numel() * args[1].shape[0] * args[1].shape[-1])]
+
+
+def _formulas() -> dict[Any, Callable[[Any, Any, Any], Parts]]:
+    """By operation, those that this torch has."""
+    named = {
+        "mv": _times_vector(0),
+        "addmv": _times_vector(1),
+        "dot": _times_vector(0),
+        "vdot": _times_vector(0),
+        "addbmm": _summed_product,
+        "_int_mm": _product,
+        "_grouped_mm": _product,
+        "mkldnn_rnn_layer": _recurrent,
+        "_cudnn_rnn": _cudnn_recurrent,
+        "_weight_int8pack_mm": _product,
+        "_weight_int4pack_mm": _product,
+        "_weight_int4pack_mm_for_cpu": _product,
+    }
+    return {getattr(aten, name): formula for name, formula in named.items() if hasattr(aten, name)}
+
+
+FORMULAS = _formulas()
