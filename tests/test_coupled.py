@@ -162,9 +162,15 @@ def test_inputs_and_outputs_stay_and_so_does_what_a_layer_norm_mixes():
     assert list(units(net, torch.randn(2, 6))) == ["2"]
 
 
-def test_group_norm_and_unknown_operations_fix_their_channels_with_a_reason():
-    normed = nn.Sequential(nn.Conv2d(3, 4, 1), nn.GroupNorm(2, 4), nn.Conv2d(4, 2, 1))
-    assert "native_group_norm" in reasons(normed, torch.randn(1, 3, 4, 4))["0"]
+def test_whole_groups_of_a_group_norm_go_and_instance_norms_lose_single_channels():
+    grouped = nn.Sequential(nn.Conv2d(3, 6, 1), nn.GroupNorm(3, 6), nn.Conv2d(6, 2, 1))
+    unit = units(grouped, torch.randn(1, 3, 4, 4))["0"]
+    assert groups_of(unit, "0.weight") == [0, 0, 1, 1, 2, 2] and "1.weight" in unit.names
+    alone = nn.Sequential(nn.Conv2d(3, 4, 1), nn.InstanceNorm2d(4, affine=True), nn.Conv2d(4, 2, 1))
+    assert units(alone, torch.randn(1, 3, 4, 4))["0"].count == 4
+
+
+def test_operations_that_mix_channels_fix_them_with_a_reason():
     sorted_ = Net(lambda m, x: m.b(m.a(x).sort(1).values), a=nn.Linear(3, 4), b=nn.Linear(4, 2))
     assert "sort" in reasons(sorted_, torch.randn(1, 3))["a"]
 
@@ -237,7 +243,7 @@ def test_groups_agree_with_torch_prunings_graph_where_it_can_follow(name):
         for group in graph.get_all_groups(ignored_layers=heads)
     }
     mine = {
-        frozenset(n for n, _ in s.places if isinstance(model.get_submodule(n), layers))
+        frozenset(n for n in s.layers if isinstance(model.get_submodule(n), layers))
         for s in ours.sets
         if s.reason is None
     }

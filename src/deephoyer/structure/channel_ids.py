@@ -1,79 +1,163 @@
-"""The channel number of every element of every tensor, while a network is being followed.
+"""The channels of every tensor while a network is being followed: labels along its dimensions.
 
-Numbers are nodes of `Joined`; 0 stands for no channel. Which operation does what to them is not known here.
+A tensor has *axes*. An axis is a whole number for each element, a node of `Joined`, in a tensor that is as long as
+the other along the dimensions in which the number varies and 1 along all others. A weight matrix has two axes, one
+for its rows and one for its columns; what a layer gives has one for its channels; heads seen as a dimension of their
+own, an outer product or a mixer's tokens make more. Which operation does what to them is not known here.
 """
 
 from __future__ import annotations
 
-import torch
+import bisect
+
 from torch import Tensor, nn
 
-from deephoyer.structure.channels import Joined
-from deephoyer.structure.layers import loose_tensors
-
-READINGS = ("larger", "first")
+from deephoyer.structure.channels import Blocks, Joined, Place
 
 
-class Numbers:
-    """Tensors and their numbers; `loose` holds those of parameters and buffers outside the layers.
+class Labels:
+    """Tensors and their axes; the network's own tensors get theirs when they are first met."""
 
-    Where a dimension is seen as two, the code that does it knows one of the sizes and takes what is left
-    for the other. Which one can't be seen: `reading` says whether the larger or the first is what is left.
-    """
-
-    def __init__(self, model: nn.Module, reading: str = "larger") -> None:
-        self.reading, self.ambiguous = reading, False
+    def __init__(self, model: nn.Module, exact: bool = True) -> None:
+        self.exact = exact
         self.joined = Joined()
-        self.loose: dict[str, Tensor] = {}
+        self.blocks: list[Blocks] = []
+        self._model = model
+        self.places: dict[Place, Tensor] = {}
+        self.reads: set[Place] = set()
+        self.writes: set[Place] = set()
+        self.heads: list[Tensor] = []
         # By identity; the tensors are held too, or another could get a dead one's id.
-        self._of: dict[int, tuple[Tensor, Tensor]] = {}
-        self._constants = {id(t): t for t in (*model.parameters(), *model.buffers())}
-        self._owners = {id(tensor): name for name, tensor in loose_tensors(model)}
+        self._of: dict[int, tuple[Tensor, list[Tensor]]] = {}
+        self._constants: dict[int, Tensor] = {}
+        self._own: dict[int, tuple[str, Tensor]] = {}
+        self._views: dict[int, Tensor] = {}
+        self._starts: list[int] = []
+        self._places: list[Place] = []
+        named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+        for name, tensor in named:
+            self.set_constant(tensor)
+            if tensor.is_floating_point():
+                self._own.setdefault(id(tensor), (name, tensor))
 
-    def get(self, tensor: Tensor) -> Tensor | None:
-        """The tensor's numbers; a loose tensor's elements are numbered when first met."""
+    def of(self, tensor: Tensor, dims: int | None = None) -> list[Tensor]:
+        """Its axes; those of the first `dims` dimensions, where it is a tensor of the network that is new here."""
         if id(tensor) in self._of:
             return self._of[id(tensor)][1]
-        owner = self._owners.get(id(tensor))
-        if owner is None or tensor.numel() < 2:
-            return None
-        self.loose[owner] = self.joined.new(tensor.numel()).view(tensor.shape)
-        self.set(tensor, self.loose[owner])
-        return self.loose[owner]
+        if id(tensor) not in self._own:
+            return []
+        name = self._own[id(tensor)][0]
+        axes = []
+        for dim, size in enumerate(tensor.shape[:dims]):
+            if size > 1:
+                nodes = self.joined.new(size)
+                self.places[name, dim] = nodes
+                self._starts.append(int(nodes[0]))
+                self._places.append((name, dim))
+                axes.append(nodes.view([-1 if d == dim else 1 for d in range(tensor.dim())]))
+        self.set(tensor, axes)
+        return axes
 
-    def of(self, tensor: Tensor) -> Tensor:
-        """The tensor's numbers, zeros where it has none."""
-        numbers = self.get(tensor)
-        return torch.zeros(tensor.shape, dtype=torch.long) if numbers is None else numbers
+    def set(self, tensor: Tensor, axes: list[Tensor]) -> None:
+        self._of[id(tensor)] = (tensor, axes)
 
-    def set(self, tensor: Tensor, numbers: Tensor) -> None:
-        self._of[id(tensor)] = (tensor, numbers)
+    def known(self, tensor: Tensor) -> bool:
+        return bool(self.of(tensor))
 
-    def drop(self, tensor: Tensor) -> None:
-        self._of.pop(id(tensor), None)
+    def owner(self, tensor: Tensor) -> str | None:
+        """The name of a parameter or buffer."""
+        return self._own[id(tensor)][0] if id(tensor) in self._own else None
+
+    # What is part of the network, or made of nothing else.
 
     def set_constant(self, tensor: Tensor) -> None:
         self._constants[id(tensor)] = tensor
 
     def is_constant(self, tensor: Tensor) -> bool:
-        """Part of the network or made within it, of nothing that it was given."""
         return id(tensor) in self._constants
 
-    def number(self, tensor: Tensor, why_not: str) -> None:
-        """Gives each element a channel of its own; they must stay if the tensor isn't a constant."""
-        numbers = self.joined.new(tensor.numel()).view(tensor.shape)
-        if not self.is_constant(tensor):
-            self.joined.fix(numbers, why_not)
-        self.set(tensor, numbers)
+    def set_view(self, tensor: Tensor) -> None:
+        """The tensor is a parameter laid out in another way: each of its elements is one of the parameter's."""
+        self._views[id(tensor)] = tensor
 
-    def varies(self, numbers: Tensor, dim: int) -> bool:
+    def is_weight(self, tensor: Tensor) -> bool:
+        return id(tensor) in self._own or id(tensor) in self._views
+
+    def place_of(self, axis: Tensor) -> Place | None:
+        """The place that an axis of a weight comes from."""
+        first = int(axis.flatten()[0])
+        i = bisect.bisect_right(self._starts, first) - 1
+        if i < 0 or first >= self._starts[i] + len(self.places[self._places[i]]):
+            return None
+        return self._places[i]
+
+    # Axes.
+
+    def varies(self, axis: Tensor, dim: int) -> bool:
         """Whether different channels lie along a dimension."""
-        if numbers.dim() == 0 or numbers.shape[dim] < 2:
+        if axis.shape[dim] < 2:
             return False
-        roots = self.joined.find(numbers)
+        roots = self.joined.find(axis)
         return bool((roots != roots.narrow(dim, 0, 1)).any())
+
+    def along(self, tensor: Tensor, dim: int) -> list[Tensor]:
+        """The axes that vary along a dimension."""
+        dim %= tensor.dim()
+        return [axis for axis in self.of(tensor) if self.varies(axis, dim)]
+
+    def across(self, tensor: Tensor, dim: int) -> list[Tensor]:
+        """The axes that don't vary along a dimension, of length 1 there."""
+        dim %= tensor.dim()
+        return [axis.narrow(dim, 0, 1) for axis in self.of(tensor) if not self.varies(axis, dim)]
+
+    def tie(self, axis: Tensor, dim: int) -> Tensor:
+        """One channel for all that lie along a dimension: an axis of length 1 there."""
+        first = axis.narrow(dim, 0, 1)
+        self.joined.join(axis, first)
+        return first
+
+    def line(self, axis: Tensor, dim: int) -> Tensor:
+        """The channels along one dimension; whatever lies along the others is tied."""
+        for d in range(axis.dim()):
+            if d != dim % axis.dim() and axis.shape[d] > 1:
+                axis = self.tie(axis, d)
+        return axis.flatten()
 
     def fix(self, tensors: list[Tensor], reason: str) -> None:
         for tensor in tensors:
-            if (numbers := self.get(tensor)) is not None:
-                self.joined.fix(numbers, reason)
+            for axis in self.of(tensor):
+                self.joined.fix(axis, reason)
+
+    def in_blocks(self, tensor: str, attribute: str, per: int, count: int) -> None:
+        """A module that knows the number of its groups loses whole ones, of `per` channels of its tensor each."""
+        module, nodes = tensor.rpartition(".")[0], self.places[tensor, 0]
+        if getattr(self._model.get_submodule(module), attribute, None) != count:
+            self.joined.fix(nodes, f"{module!r} doesn't say how many groups of channels it has")
+        else:
+            self.blocks.append(Blocks(module, attribute, (tensor, 0), per))
+
+    def fresh(self, tensor: Tensor, dim: int, reason: str | None) -> Tensor:
+        """New channels along a dimension of a tensor, which must stay if there is a reason."""
+        nodes = self.joined.new(tensor.shape[dim])
+        if reason is not None:
+            self.joined.fix(nodes, reason)
+        return nodes.view([-1 if d == dim % tensor.dim() else 1 for d in range(tensor.dim())])
+
+
+def squeezed(axis: Tensor) -> Tensor:
+    """An axis of the tensor's full size, 1 along every dimension in which nothing varies."""
+    for dim in range(axis.dim()):
+        if axis.shape[dim] > 1:
+            first = axis.narrow(dim, 0, 1)
+            if bool((axis == first).all()):
+                axis = first
+    return axis
+
+
+def like(axis: Tensor, dims: int) -> Tensor:
+    """The axis of a tensor that is broadcast to more dimensions."""
+    return axis.view([1] * (dims - axis.dim()) + list(axis.shape))
+
+
+def overlap(a: Tensor, b: Tensor) -> bool:
+    return any(x > 1 and y > 1 for x, y in zip(a.shape, b.shape, strict=True))

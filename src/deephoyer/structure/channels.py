@@ -1,4 +1,4 @@
-"""Channels of a network: which slices of which layers belong to one channel, and which channels may not go.
+"""Channels of a network: which slices of which tensors belong to one channel, and which channels may not go.
 
 A channel is a class of slices that stand or fall together. Nodes are joined while a network is followed
 (`follow.py`); the finished `ChannelGraph` is what coupled groups and compaction read.
@@ -8,105 +8,126 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
-Place = tuple[str, str]  # a layer's name and a side, "out" or "in"; or a loose tensor's name and its dimension
+Place = tuple[str, int]  # a parameter's or buffer's name and a dimension of it; or a wiring's name and IN or OUT
+OUT, IN = 0, 1  # the sides of a wiring
 
 
 class Joined:
-    """Disjoint sets of nodes, numbered from 1; node 0 stands for no channel. Sets may be fixed, with a reason."""
+    """Disjoint sets of nodes, numbered from 1. Sets may be fixed, with a reason."""
 
     def __init__(self) -> None:
-        self._parent = torch.zeros(1, dtype=torch.long)
+        self._parent = np.zeros(1024, dtype=np.int64)
+        self._size = 1
         self._reasons: dict[int, str] = {}
 
     def new(self, count: int) -> Tensor:
-        start = len(self._parent)
-        nodes = torch.arange(start, start + count)
-        self._parent = torch.cat([self._parent, nodes])
-        return nodes
+        start, end = self._size, self._size + count
+        if end > len(self._parent):
+            self._parent = np.concatenate([self._parent, np.zeros(max(count, len(self._parent)), dtype=np.int64)])
+        self._parent[start:end] = np.arange(start, end)
+        self._size = end
+        return torch.arange(start, end)
 
     def find(self, nodes: Tensor) -> Tensor:
-        roots = self._parent[nodes]
+        given = nodes.numpy()
+        roots = self._parent[given]
         while True:
             above = self._parent[roots]
-            if torch.equal(above, roots):
-                return roots
+            if np.array_equal(above, roots):
+                break
             roots = above
+        self._parent[given] = roots  # the way is short the next time
+        return torch.from_numpy(np.asarray(roots))
 
     def join(self, a: Tensor, b: Tensor) -> None:
-        """Puts a[i] and b[i] into one set, for every i where both are nodes."""
+        """Puts a[i] and b[i] into one set, for every i; the two are broadcast."""
         if a is b or a.numel() == 0:
             return
-        a, b = self.find(a.flatten()), self.find(b.flatten())
-        differ = (a != b) & (a != 0) & (b != 0)
+        left, right = (t.numpy() for t in torch.broadcast_tensors(self.find(a), self.find(b)))
+        differ = left != right
         if not differ.any():
             return
-        size = len(self._parent)
-        pairs = torch.unique(a[differ] * size + b[differ])
-        parent = self._parent.numpy()
-        for x, y in zip((pairs // size).tolist(), (pairs % size).tolist(), strict=True):
+        pairs = np.unique(left[differ] * self._size + right[differ])
+        parent = self._parent
+        for x, y in zip((pairs // self._size).tolist(), (pairs % self._size).tolist(), strict=True):
             while (up := parent[x]) != x:
                 x = up
             while (up := parent[y]) != y:
                 y = up
             if x != y:
                 parent[max(x, y)] = min(x, y)
-        self._parent = self.find(torch.arange(size))
 
     def fix(self, nodes: Tensor, reason: str) -> None:
         """These channels must stay."""
-        for root in torch.unique(self.find(nodes.flatten())).tolist():
-            if root and root not in self._reasons:
-                self._reasons[root] = reason
+        for root in np.unique(self.find(nodes).numpy()).tolist():
+            self._reasons.setdefault(root, reason)
 
     def reasons(self) -> dict[int, str]:
         """The reason of each fixed set, by its root."""
-        if not self._reasons:
-            return {}
-        nodes = torch.tensor(list(self._reasons))
         found: dict[int, str] = {}
-        for node, root in zip(nodes.tolist(), self.find(nodes).tolist(), strict=True):
+        nodes = list(self._reasons)
+        for node, root in zip(nodes, self.find(torch.tensor(nodes, dtype=torch.long)).tolist(), strict=True):
             found.setdefault(root, self._reasons[node])
         return found
 
 
 @dataclass
 class ChannelSet:
-    """Channels that lie in the same places; None of them is removable where there is a `reason`."""
+    """Channels that lie in the same places; none of them is removable where there is a `reason`.
+
+    `share` is the part of the network's channels that are in this set.
+    """
 
     name: str
     channels: list[int]
     places: list[Place]
     reason: str | None = None
+    heads: bool = False
+    share: float = 0.0
+
+    @property
+    def layers(self) -> list[str]:
+        """The modules whose tensors the channels lie in."""
+        return list(dict.fromkeys(name.rpartition(".")[0] for name, _ in self.places))
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A layer that works in groups of channels, and loses whole ones: `groups` is an attribute of the module.
+
+    The number of groups that stay is the number of channels along `place` that stay, over `per`.
+    """
+
+    module: str
+    attribute: str
+    place: Place
+    per: int
 
 
 @dataclass
 class ChannelGraph:
     """For each place the channel at each index; channels are numbered from 0.
 
-    `wires` are pairs of channels where one is passed on as the other without any weight: either can be
-    taken out by itself, but zeroing all weights of one does not silence it.
+    `reads` and `writes` are the places where a product reads channels or makes them. `wires` are pairs
+    of channels where one is passed on as the other without any weight: either can be taken out by itself, but
+    zeroing all weights of one does not silence it. `wirings` are the modules that do so.
     """
 
-    layers: dict[Place, Tensor] = field(default_factory=dict)
-    loose: dict[Place, Tensor] = field(default_factory=dict)
+    places: dict[Place, Tensor] = field(default_factory=dict)
+    reads: set[Place] = field(default_factory=set)
+    writes: set[Place] = field(default_factory=set)
     fixed: dict[int, str] = field(default_factory=dict)
+    heads: set[int] = field(default_factory=set)
     touched: dict[str, set[int]] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)
+    wirings: list[str] = field(default_factory=list)
     wires: list[tuple[int, int]] = field(default_factory=list)
+    blocks: list[Blocks] = field(default_factory=list)
     count: int = 0
-    ambiguous: bool = False
-
-    def places(self) -> dict[Place, Tensor]:
-        return {**self.layers, **self.loose}
-
-    def freedom(self) -> int:
-        """How many slices of layers are in channels that may go."""
-        free = torch.ones(self.count, dtype=torch.bool)
-        free[list(self.fixed)] = False
-        return sum(int(free[channels].sum()) for channels in self.layers.values())
 
     def wired(self) -> ChannelGraph:
         """The graph in which channels that are passed on as each other are one."""
@@ -119,35 +140,48 @@ class ChannelGraph:
         known = roots.unique()
         to = torch.searchsorted(known, roots)
         return ChannelGraph(
-            layers={place: to[channels] for place, channels in self.layers.items()},
-            loose={place: to[channels] for place, channels in self.loose.items()},
+            places={place: to[channels] for place, channels in self.places.items()},
+            reads=self.reads,
+            writes=self.writes,
             fixed={int(to[channel]): why for channel, why in self.fixed.items()},
+            heads={int(to[channel]) for channel in self.heads},
             order=self.order,
+            wirings=self.wirings,
             count=len(known),
         )
 
     def sets(self) -> list[ChannelSet]:
         """The channels by where they lie, in the order of the network; fixed ones in sets of their own."""
-        lies: dict[int, list[Place]] = {}
-        for place, channels in self.places().items():
-            for channel in torch.unique(channels).tolist():
-                lies.setdefault(channel, []).append(place)
-        found: dict[tuple[tuple[Place, ...], str | None], ChannelSet] = {}
+        lies: dict[int, list[int]] = {}
+        places = list(self.places)
+        total = 0
+        for number, place in enumerate(places):
+            total += len(self.places[place])
+            for channel in np.unique(self.places[place].numpy()).tolist():
+                lies.setdefault(channel, []).append(number)
+        found: dict[tuple[tuple[int, ...], str | None], ChannelSet] = {}
         for channel in sorted(lies):
-            key = (tuple(sorted(lies[channel])), self.fixed.get(channel))
+            key = (tuple(lies[channel]), self.fixed.get(channel))
             if key not in found:
-                found[key] = ChannelSet(_name(lies[channel]), [], lies[channel], key[1])
+                where = [places[i] for i in lies[channel]]
+                found[key] = ChannelSet(self._name(where), [], where, key[1], channel in self.heads)
             found[key].channels.append(channel)
+        for one in found.values():
+            mine = torch.zeros(self.count, dtype=torch.bool)
+            mine[one.channels] = True
+            one.share = sum(int(mine[self.places[place]].sum()) for place in one.places) / max(1, total)
         return _distinct(list(found.values()))
 
-
-def _name(places: list[Place]) -> str:
-    """A set is called after the first layer that writes it, or else after what reads it."""
-    for name, side in places:
-        if side == "out":
-            return name
-    name, side = places[0]
-    return f"inputs of {name}" if side == "in" else name
+    def _name(self, places: list[Place]) -> str:
+        """A set is called after the first layer that writes it, or else after what reads it."""
+        for name, side in places:
+            if name in self.wirings and side == OUT:
+                return name
+            if (name, side) in self.writes or not self.writes:
+                return name.rpartition(".")[0] or name
+        name, side = places[0]
+        layer = name if name in self.wirings else name.rpartition(".")[0]
+        return f"inputs of {layer}" if (name, side) in self.reads or name in self.wirings else name
 
 
 def _distinct(sets: list[ChannelSet]) -> list[ChannelSet]:

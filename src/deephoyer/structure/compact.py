@@ -7,6 +7,7 @@ on the example inputs and on random ones each time.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,13 +16,13 @@ from torch import Tensor, nn
 
 from deephoyer.errors import UserError, unknown
 from deephoyer.inference import Examples
-from deephoyer.structure.channels import ChannelGraph
+from deephoyer.structure.channels import IN, OUT, ChannelGraph, Place
 from deephoyer.structure.coupled import Coupled, clean_copy
 from deephoyer.structure.equality import Differs, same
 from deephoyer.structure.fold_constants import Folded, fold, shared_layers
 from deephoyer.structure.joints import Constant, around, gather, laid_out, merged, replace
-from deephoyer.structure.layers import CONV, LINEAR, NORM, WIRING, by_blocks, kind_of, nonzero, size
-from deephoyer.structure.remove import remove, spare_last, zero
+from deephoyer.structure.layers import CONV, LINEAR, NORM, WIRING, kind_of, size
+from deephoyer.structure.remove import remove, spare_last, tensor_of, zero
 from deephoyer.weights import unwrap
 
 JOINTS = ("none", "gather")
@@ -99,15 +100,17 @@ def _compacted(
     small = clean_copy(model)
     report = CompactReport(parameters_before=_count(model))
     found = fold(small, example_inputs)
+    graph = _with_new_biases(small, graph)
     dead = dead_channels(small, graph)
     gone = spare_last(graph, dead)
+    zero(small, graph, dead & ~gone)
     remove(small, graph, gone)
     report.sets = _sets(graph, gone)
     report.folded, report.kept = found.folded, found.kept
     _stand_still(small, _inner(graph), fold(small, example_inputs), report)
     _add_joints(small, jointed, outputs, report)
     report.idle = [n for n, m in model.named_modules() if kind_of(m) in (LINEAR, CONV) and n not in graph.order]
-    report.error = same(clean_copy(model), small, example_inputs, _alive(graph, dead, gone))
+    report.error = same(clean_copy(model), small, example_inputs, _alive(model, graph, dead, gone))
     report.parameters_after = _count(small)
     _settle(small, model)
     small.compact_report = report  # type: ignore[assignment]
@@ -123,36 +126,72 @@ def compact_report(small: nn.Module) -> CompactReport:
 
 
 def dead_channels(model: nn.Module, graph: ChannelGraph) -> Tensor:
-    """Which channels nothing reads; everything that belongs to them is zeroed, until no more die."""
+    """Which channels nothing reads, or only what is read by nothing itself."""
     fixed = torch.zeros(graph.count, dtype=torch.bool)
     fixed[list(graph.fixed)] = True
+    dims: dict[str, list[int]] = {}
+    for name, dim in graph.places:
+        dims.setdefault(name, []).append(dim)
+    readers = {place: (place[0], dims[place[0]]) for place in graph.places if place in graph.reads}
+    readers |= {(name, IN): (name, [OUT, IN]) for name in graph.wirings}
+    reads: dict[Place, Tensor] = {}
     dead = torch.zeros(graph.count, dtype=torch.bool)
-    while True:
+    again = list(readers)
+    while again:
+        for place in again:
+            reads[place] = _read_at(model, graph, place, readers[place][1], dead)
         read = fixed.clone()
-        for (name, side), channels in graph.layers.items():
-            module = model.get_submodule(name)
-            kind = kind_of(module)
-            assert kind is not None
-            through = getattr(module, "groups", 1) > 1 and by_blocks(module)
-            if side == "in" and not through:
-                read[channels[nonzero(module, kind, "in").cpu()]] = True
-        if torch.equal(~read, dead):
-            return dead
+        for place, its in reads.items():
+            read[graph.places[place][its]] = True
+        died = ~read & ~dead
         dead = ~read
-        zero(model, graph, dead)
+        # Only who has lost something on its other side reads less than before.
+        again = [
+            p for p, (name, ds) in readers.items() if any(died[graph.places[name, d]].any() for d in ds if d != p[1])
+        ]
+    return ~fixed if not readers else dead
+
+
+def _read_at(model: nn.Module, graph: ChannelGraph, place: Place, dims: list[int], dead: Tensor) -> Tensor:
+    """Which indices of a place are read by something that is alive."""
+    name, dim = place
+    if name in graph.wirings:
+        module: Any = model.get_submodule(name)
+        source = torch.tensor(module.source)[~dead[graph.places[name, OUT]]]
+        return torch.isin(torch.arange(len(graph.places[place])), source)
+    there = tensor_of(model, name).detach() != 0
+    for d in dims:
+        if d != dim and (gone := dead[graph.places[name, d]]).any():
+            there = there.index_select(d, torch.nonzero(~gone).flatten().to(there.device))
+    return there.movedim(dim, 0).flatten(1).any(1).cpu()
 
 
 def _graph(model: nn.Module, inputs: Examples, groups: Coupled | None) -> ChannelGraph:
     graph = (groups or Coupled(model, inputs)).graph
-    for (name, side), channels in graph.layers.items():
+    for (name, dim), channels in graph.places.items():
         try:
-            module = model.get_submodule(name)
-        except AttributeError:
-            raise UserError(f"compact: the groups are of another model: this one has no module {name!r}.") from None
-        kind = kind_of(module)
-        if kind is None or size(module, kind, side) != len(channels):
-            raise UserError(f"compact: the groups are of another model: {name!r} is not the layer they know.")
+            fits = name in graph.wirings or tensor_of(model, name).shape[dim] == len(channels)
+        except (AttributeError, IndexError, AssertionError):
+            raise UserError(
+                f"compact: the groups are of another model: this one has no module with {name!r}."
+            ) from None
+        if not fits:
+            raise UserError(f"compact: the groups are of another model: {name!r} is not the tensor they know.")
     return graph
+
+
+def _with_new_biases(model: nn.Module, graph: ChannelGraph) -> ChannelGraph:
+    """Folding gives a layer a bias that it didn't have: its places are those of the outputs."""
+    places = dict(graph.places)
+    known = {id(tensor_of(model, name)) for name, _ in places if name not in graph.wirings}
+    for name in graph.order:
+        module = model.get_submodule(name)
+        kind = kind_of(module)
+        prefix = f"{name}." if name else ""
+        outs = places.get((f"{prefix}weight", 0))
+        if kind in (LINEAR, CONV) and outs is not None and module.bias is not None and id(module.bias) not in known:
+            places[f"{prefix}bias", 0] = outs
+    return dataclasses.replace(graph, places=places)
 
 
 def _sets(graph: ChannelGraph, gone: Tensor) -> list[SetReport]:
@@ -169,16 +208,17 @@ def _inner(graph: ChannelGraph) -> list[str]:
 
 def _reads_input(model: nn.Module, graph: ChannelGraph) -> list[str]:
     """Layers that read the network's own inputs, which can't be removed but can be passed over; or have a joint."""
-    return [
-        name
-        for (name, side), channels in graph.layers.items()
-        if name
-        and side == "in"
-        and (
-            around(model, name) is not None
-            or all(graph.fixed.get(c) == "network input" for c in torch.unique(channels).tolist())
-        )
-    ]
+    found = []
+    for name in _inner(graph):
+        kind = kind_of(model.get_submodule(name))
+        if kind in (LINEAR, CONV):
+            channels = graph.places.get((f"{name}.weight", 1))
+            outside = channels is not None and {graph.fixed.get(c) for c in channels.unique().tolist()} == {
+                "network input"
+            }
+            if outside or around(model, name) is not None:
+                found.append(name)
+    return found
 
 
 def _stand_still(model: nn.Module, layers: list[str], found: Folded, report: CompactReport) -> None:
@@ -222,11 +262,13 @@ def _add_joints(model: nn.Module, layers: list[str], outputs: bool, report: Comp
                 replace(model, outer[0], merged(outer[1], joint))
 
 
-def _alive(graph: ChannelGraph, dead: Tensor, gone: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+def _alive(model: nn.Module, graph: ChannelGraph, dead: Tensor, gone: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
     """For each layer, which of its outputs matter: their indices in the model and in the smaller one."""
     matter: dict[str, tuple[Tensor, Tensor]] = {}
-    for (name, side), channels in graph.layers.items():
-        if side == "out":
+    for name in graph.order:
+        kind = kind_of(model.get_submodule(name))
+        channels = None if kind is None or kind is WIRING else graph.places.get((f"{name}.weight", kind.out["weight"]))
+        if channels is not None:
             left = torch.nonzero(~gone[channels]).flatten()
             live = torch.nonzero(~dead[channels[left]]).flatten()
             matter[name] = (left[live], live)

@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from deephoyer.errors import UserError
 from deephoyer.groups import Grouping, Slices, SliceUnit, Unit
-from deephoyer.inference import Examples
-from deephoyer.structure.channel_ids import READINGS
+from deephoyer.inference import Examples, call
 from deephoyer.structure.channels import ChannelGraph, ChannelSet, Place
 from deephoyer.structure.equality import Differs, same
 from deephoyer.structure.follow import CannotFollow, follow
-from deephoyer.structure.inputs import one_sample
-from deephoyer.structure.layers import by_blocks, kind_of
+from deephoyer.structure.inputs import one_sample, outputs_in
 from deephoyer.structure.remove import remove, spare_last, zero
 from deephoyer.weights import LAYERS, Weight, unwrap
 
@@ -78,43 +77,21 @@ class Coupled(Grouping):
         named = dict(self.model.named_parameters(remove_duplicate=False))
         parts: list[Slices] = []
         for place in one.places:
-            bins = group[self._wired.places()[place]]
+            bins = group[self._wired.places[place]]
             parts += self._slices(place, bins, named)
         return list({(id(p.tensor), p.keep): p for p in reversed(parts)}.values())[::-1]  # shared ones once
 
     def _slices(self, place: Place, bins: Tensor, named: dict[str, nn.Parameter]) -> list[Slices]:
-        name, side = place
-        if place in self.graph.loose:
-            return [Slices.along(name, named[name], int(side), 1, bins)] if name in named else []
-        module = self.model.get_submodule(name)
-        kind = kind_of(module)
-        if kind is None:
-            raise UserError(f"coupled: the model has changed since: {name!r} is no longer a layer it was.")
-        groups = int(getattr(module, "groups", 1))
-        if side == "in" and groups > 1 and by_blocks(module):
-            return []  # whole groups: their outputs hold all of their weights
-        found = []
-        for attribute, dim in kind.tensors(side).items():
-            full = f"{name}.{attribute}" if name else attribute
-            if full in named:
-                device_bins = bins.to(named[full].device)
-                found.append(Slices.along(full, named[full], dim, groups if side == "in" else 1, device_bins))
-        return found
+        name, dim = place
+        if name not in named:
+            return []  # a buffer, or a shortcut without weights
+        return [Slices.along(name, named[name], dim, 1, bins.to(named[name].device))]
 
 
-def proven(model: nn.Module, inputs: Examples) -> ChannelGraph:
-    """The channel graph of a model; where it can be read in two ways, the one that leaves more to remove."""
+def proven(model: nn.Module, inputs: Examples, exact: bool = True) -> ChannelGraph:
+    """The channel graph of a model, less what a trial removal shows to be wrong."""
     inputs = one_sample(inputs)
-    best, *others = READINGS
-    graph = _proven(model, inputs, best)
-    if not graph.ambiguous:
-        return graph
-    return max([graph, *(_proven(model, inputs, other) for other in others)], key=ChannelGraph.freedom)
-
-
-def _proven(model: nn.Module, inputs: Examples, reading: str) -> ChannelGraph:
-    """The graph in one reading, less what a trial removal shows to be wrong."""
-    graph = follow(clean_copy(model), inputs, reading)
+    graph = follow(shared_copy(model), inputs, exact=exact)
     for _ in range(1 + len(graph.sets())):  # each time one set at least is given up
         free = [one for one in graph.sets() if one.reason is None]
         try:
@@ -127,8 +104,17 @@ def _proven(model: nn.Module, inputs: Examples, reading: str) -> ChannelGraph:
 
 def clean_copy(model: nn.Module) -> nn.Module:
     """A copy in eval mode, which is all that is ever run or changed."""
+    return _copied(model, {})
+
+
+def shared_copy(model: nn.Module) -> nn.Module:
+    """A copy in eval mode whose parameters are the model's own: to run, and to put others in their places."""
+    return _copied(model, {id(p): p for p in model.parameters()})
+
+
+def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     try:
-        return copy.deepcopy(model).eval()
+        return copy.deepcopy(model, memo).eval()
     except Exception as why:
         raise UserError(f"the model can't be copied (copy.deepcopy): {why}") from why
 
@@ -141,20 +127,26 @@ def _try(model: nn.Module, graph: ChannelGraph, sets: list[ChannelSet], inputs: 
     dead = spare_last(graph, dead)
     if not dead.any():
         return
-    big = _awake(clean_copy(model))
+    big = _awake(clean_copy(model), inputs)
     zero(big, graph, dead)
-    small = copy.deepcopy(big)
+    small = shared_copy(big)
     remove(small, graph, dead)
-    same(big, small, inputs)
+    same(big, small, inputs, more=1)
 
 
-def _awake(model: nn.Module) -> nn.Module:
-    """Numbers for parameters that are nothing but zeros (a head before training): they would hide all before them."""
+def _awake(model: nn.Module, inputs: Examples) -> nn.Module:
+    """Numbers for parameters that are nothing but zeros (a head before training): they would hide all before them.
+
+    Not where the network is not made for them: in a deep one that has been pruned they add up to infinity.
+    """
     generator = torch.Generator().manual_seed(0)
+    asleep = [p for p in model.parameters() if p.is_floating_point() and not p.any()]
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.is_floating_point() and not parameter.any():
-                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+        for parameter in asleep:
+            parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+        if asleep and any(t.is_floating_point() and not t.abs().amax() < 1e6 for t in outputs_in(call(model, inputs))):
+            for parameter in asleep:
+                parameter.zero_()
     return model
 
 
@@ -164,8 +156,8 @@ def _give_up(model: nn.Module, graph: ChannelGraph, free: list[ChannelSet], inpu
     name = why.module
     while not suspects:
         seen = set(graph.touched.get(name, ()))
-        for (layer, _), channels in graph.layers.items():
-            if layer == name:
+        for (tensor, _), channels in graph.places.items():
+            if tensor == name or tensor.rpartition(".")[0] == name:
                 seen.update(channels.tolist())
         suspects = [one for one in free if seen.intersection(one.channels)]
         if not name and not suspects:

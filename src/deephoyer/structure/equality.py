@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from deephoyer.errors import UserError
 from deephoyer.inference import Examples, call
-from deephoyer.structure.inputs import random_like, tensors_in
+from deephoyer.structure.inputs import outputs_in, random_like, tensors_in
 from deephoyer.structure.layers import channel_dim, kind_of
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
@@ -53,17 +53,17 @@ def tolerance(*tensors: Tensor) -> float:
 Matter = dict[str, tuple[Tensor, Tensor]]
 
 
-def same(big: nn.Module, small: nn.Module, inputs: Examples, matter: Matter | None = None) -> float:
-    """The largest relative error on the inputs and on random ones; raises `Differs` beyond rounding.
+def same(big: nn.Module, small: nn.Module, inputs: Examples, matter: Matter | None = None, more: int = 2) -> float:
+    """The largest relative error on the inputs and on `more` random ones; raises `Differs` beyond rounding.
 
     `matter` says for some layers which of their channels correspond, to find where a difference began.
     """
     worst, numbers = 0.0, False
     with torch.no_grad(), _full_precision():
-        for tried in (inputs, random_like(inputs, 1), random_like(inputs, 2)):
-            before = tensors_in(call(big, tried))
+        for tried in (inputs, *(random_like(inputs, seed) for seed in range(1, 1 + more))):
+            before = outputs_in(call(big, tried))
             numbers |= any(not t.isnan().all() for t in before)
-            after = tensors_in(_run(small, tried))
+            after = outputs_in(_run(small, tried))
             if len(before) != len(after):
                 raise Differs("the smaller network gives another number of outputs.", "")
             for a, b in zip(before, after, strict=True):

@@ -1,8 +1,8 @@
-"""Follows channels through a network: one forward pass in which every element carries its channel's number.
+"""Follows channels through a network: one forward pass in which every tensor carries the channels along its dimensions.
 
-Layers read and write channels; what happens between them is in `operations.py`. Because the numbers
-go through the very operations that the values go through, flattening, shuffling and concatenation
-come out right without a rule for each.
+What each operation does to them is in `operations.py` and `products.py`. Because the numbers go through the very
+operations that the values go through, flattening, shuffling and concatenation come out right without a rule for
+each, and a layer is whatever uses a parameter, of whichever class it is.
 """
 
 from __future__ import annotations
@@ -17,41 +17,45 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from deephoyer.errors import UserError
 from deephoyer.inference import Examples, call
-from deephoyer.structure.channel_ids import Numbers
-from deephoyer.structure.channels import ChannelGraph, Place
-from deephoyer.structure.inputs import tensors_in
-from deephoyer.structure.layers import CONV, WIRING, Kind, by_blocks, channel_dim, kind_of, size
-from deephoyer.structure.operations import Operation, account
+from deephoyer.structure import operations, products
+from deephoyer.structure.channel_ids import Labels
+from deephoyer.structure.channels import IN, OUT, ChannelGraph, Place
+from deephoyer.structure.inputs import outputs_in, tensors_in
+from deephoyer.structure.layers import WIRING, kind_of
+from deephoyer.structure.operations import LAYS_OUT, Operation, Rule
+from deephoyer.structure.sizes import Asking
 
 
 class CannotFollow(UserError):
     """The network's channels can't be worked out; the message names the module."""
 
 
-def follow(model: nn.Module, inputs: Examples, reading: str = "larger") -> ChannelGraph:
-    """The channels of a model in eval mode; the model must be a copy, since hooks are left on it."""
-    follower = Follower(model, reading)
-    follower.begin(inputs)
-    with torch.no_grad(), _plain_attention():
+def follow(model: nn.Module, inputs: Examples, other: frozenset[str] = frozenset(), exact: bool = True) -> ChannelGraph:
+    """The channels of a model in eval mode; the model must be a copy, since hooks are left on it.
+
+    In the modules `other`, a dimension that is seen as two is read in the second likely way.
+    """
+    follower = Follower(model, other, exact)
+    with torch.no_grad(), plain_attention():
         try:
-            with follower:
+            with Asking(follower.asks), follower:
                 outputs = call(model, inputs)
         except CannotFollow:
             raise
         except Exception as why:
             where = follower.where()
             raise CannotFollow(f"the model can't be run on the example inputs: {where} fails: {why}") from why
-    if not tensors_in(outputs):
+    if not outputs_in(outputs):
         raise CannotFollow(
             f"the model gives a {type(outputs).__name__} in which no tensor was found, so nothing could be compared; "
             "outputs may be tensors in tuples, lists, dicts and data classes."
         )
-    follower.n.fix(tensors_in(outputs), "network output")
+    follower.n.fix(outputs_in(outputs), "network output")
     return follower.graph()
 
 
 @contextmanager
-def _plain_attention() -> Iterator[None]:
+def plain_attention() -> Iterator[None]:
     """The fused attention layers hide the linear layers inside them."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
@@ -62,109 +66,59 @@ def _plain_attention() -> Iterator[None]:
 
 
 class Follower(TorchDispatchMode):
-    """Sees every operation and every layer; `layers` collects the nodes at each place."""
+    """Sees every operation, and knows in which module it happens."""
 
-    def __init__(self, model: nn.Module, reading: str) -> None:
+    def __init__(self, model: nn.Module, other: frozenset[str], exact: bool) -> None:
         super().__init__()
-        self.n = Numbers(model, reading)
-        self.layers: dict[Place, Tensor] = {}
+        self.n = Labels(model, exact)
+        self._other = other
         self._seen: dict[str, list[Tensor]] = {}
+        self._order: dict[str, None] = {}
         self._stack: list[str] = []
         self._asleep = 0
+        self._asked: list[int] = []
         self._modules = dict(model.named_modules())
-        self._owner_of: dict[int, str] = {}
+        self._wirings: dict[str, tuple[Tensor, Tensor]] = {}
         for name, module in self._modules.items():
             self._hook(name, module)
-
-    def begin(self, inputs: Examples) -> None:
-        for tensor in tensors_in(inputs):
-            node = self.n.joined.new(1)
-            self.n.joined.fix(node, "network input")
-            self.n.set(tensor, node.expand(tensor.shape))
 
     def where(self) -> str:
         name = self._stack[-1] if self._stack else ""
         kind = type(self._modules[name]).__name__
         return f"module {name!r} ({kind})" if name else f"the model itself ({kind})"
 
+    def asks(self, sizes: list[int]) -> None:
+        self._asked = sizes
+
     # Modules.
 
     def _hook(self, name: str, module: nn.Module) -> None:
         if isinstance(module, torch.jit.ScriptModule):
             return
-        kind = kind_of(module)
-        opaque = kind is not None or isinstance(module, nn.MultiheadAttention)
+        wiring = kind_of(module) is WIRING
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             self._stack.append(name)
-            self._asleep += opaque
+            self._asleep += wiring
 
         def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            given = tensors_in((args, kwargs))
-            if kind is not None:
-                self._layer(name, module, kind, given[0], output)
-            elif opaque:
-                self.n.fix(given, f"{type(module).__name__} {name!r} needs all of them")
-            self._asleep -= opaque
+            if wiring:
+                self._wire(name, module, tensors_in((args, kwargs))[0], output)
+            self._asleep -= wiring
             self._stack.pop()
 
         module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
         module.register_forward_hook(leave, with_kwargs=True)
 
-    def _layer(self, name: str, module: nn.Module, kind: Kind, x: Tensor, y: Tensor) -> None:
-        """Channels read on one side, channels written on the other; the same ones however often it is called."""
-        dim = channel_dim(module, kind)
-        if kind.in_size is not None:
-            side = kind.sides()[-1]
-            self._read((name, side), x, dim, size(module, kind, side))
-        if (name, "out") not in self.layers:
-            self.layers[name, "out"] = self.n.joined.new(size(module, kind, "out"))
-        if kind is CONV and module.groups != 1:
-            self._tie_groups(name, module)
-        self._tie_shared(name, module, kind)
-        shape = [1] * y.dim()
-        shape[dim] = -1
-        self.n.set(y, self.layers[name, "out"].view(shape).expand(y.shape))
-
-    def _read(self, place: Place, x: Tensor, dim: int, count: int) -> None:
-        joined = self.n.joined
-        rows = self.n.of(x).movedim(dim, 0).reshape(count, -1)
-        nodes = rows.amax(1)
-        joined.join(rows, nodes[:, None].expand(rows.shape))
-        none = nodes == 0
-        if none.any():
-            nodes[none] = joined.new(int(none.sum()))
-            joined.fix(nodes[none], f"{place[0]!r} reads what is no channel")
-        joined.join(self.layers.setdefault(place, nodes), nodes)
-
-    def _tie_groups(self, name: str, module: Any) -> None:
-        """The channels of a grouped convolution that can only go together."""
-        outs = self.layers[name, "out"].view(module.groups, -1)
-        ins = self.layers[name, "in"].view(module.groups, -1)
-        if by_blocks(module):
-            whole = torch.cat([outs, ins], 1)
-            self.n.joined.join(whole, whole[:, :1].expand(whole.shape))
-        else:
-            for half in (outs, ins):
-                self.n.joined.join(half, half[:1].expand(half.shape))
-
-    def _tie_shared(self, name: str, module: nn.Module, kind: Kind) -> None:
-        """Layers that share a weight lose the same channels, a bias the same outputs; of different kinds, none."""
-        bias = getattr(module, "bias", None)
-        like = self._owner_of.setdefault(id(bias), name) if bias is not None else name
-        if like != name:
-            self.n.joined.join(self.layers[name, "out"], self.layers[like, "out"])
-        weight = getattr(module, "weight", None)
-        other = self._owner_of.setdefault(id(weight), name) if weight is not None else name
-        if other == name:
-            return
-        if kind_of(self._modules[other]) is kind:
-            for side in kind.sides():
-                self.n.joined.join(self.layers[name, side], self.layers[other, side])
-            return
-        for place, nodes in self.layers.items():
-            if place[0] in (name, other):
-                self.n.joined.fix(nodes, f"{name!r} and {other!r} share a weight")
+    def _wire(self, name: str, module: Any, x: Tensor, y: Tensor) -> None:
+        """Channels that are laid elsewhere without weights: two sides that may go each by itself."""
+        read = self.n.along(x, 1)
+        ins = self.n.line(read[0], 1) if read else self.n.fresh(x, 1, "network input").flatten()
+        if name not in self._wirings:
+            self._wirings[name] = (self.n.joined.new(module.out_channels), ins)
+        outs, before = self._wirings[name]
+        self.n.joined.join(before, ins)
+        self.n.set(y, [outs.view([-1 if d == 1 else 1 for d in range(y.dim())])])
 
     # Operations.
 
@@ -173,10 +127,38 @@ class Follower(TorchDispatchMode):
         if self._asleep:
             return func(*args, **kwargs)
         self._refuse_branches(func, args)
-        op = Operation(func, args, kwargs, func(*args, **kwargs), self.where())
-        account(self.n, op)
-        self._note([*op.given, *op.outs])
+        module = self._stack[-1] if self._stack else ""
+        op = Operation(func, args, kwargs, func(*args, **kwargs), self.where(), lambda size: self._heads(module, size))
+        op.first, op.asked = module in self._other, self._asked
+        self._account(op)
+        self._note(module, op)
         return op.out
+
+    def _account(self, op: Operation) -> None:
+        """Labels what the operation gave."""
+        n = self.n
+        weight = op.name.rstrip("_") in LAYS_OUT and all(n.is_weight(t) for t in op.given[:1])
+        if all(n.is_constant(t) for t in op.given) and "rand" not in op.name and op.name != "empty":
+            for tensor in op.outs:
+                n.set_constant(tensor)
+        if op.name == "convolution":
+            n.of(op.args[1], dims=2)  # the places of a kernel are no channels
+        if any(n.known(t) for t in op.given):
+            rule_of(op)(n, op)
+        if weight and op.given:
+            for tensor in op.outs:
+                n.set_view(tensor)
+
+    def _heads(self, module: str, size: int) -> bool:
+        """Whether a module says somewhere that it has so many heads."""
+        while True:
+            settings = vars(self._modules[module])
+            for name, value in settings.items():
+                if value == size and type(value) is int and _counts_heads(name):
+                    return True
+            if not module or any(_counts_heads(name) for name in settings):
+                return False
+            module = module.rpartition(".")[0]
 
     def _refuse_branches(self, func: Any, args: Any) -> None:
         if func.overloadpacket.__name__ not in ("_local_scalar_dense", "is_nonzero", "equal"):
@@ -187,46 +169,67 @@ class Follower(TorchDispatchMode):
                 "computes can't be followed for all inputs; leave it out of the part to compact."
             )
 
-    def _note(self, tensors: list[Tensor]) -> None:
+    def _note(self, module: str, op: Operation) -> None:
         """Which channels a module's own operations see, for when its sizes prove to be fixed."""
-        seen = self._seen.setdefault(self._stack[-1] if self._stack else "", [])
-        for tensor in tensors:
-            if (numbers := self.n.get(tensor)) is not None:
-                seen.append(torch.unique(numbers))
+        seen = self._seen.setdefault(module, [])
+        for tensor in (*op.given, *op.outs):
+            seen += self.n.of(tensor)
+        for tensor in op.given:
+            if self.n.is_weight(tensor):
+                self._order.setdefault(module)
 
     # What was found.
 
     def graph(self) -> ChannelGraph:
-        find = self.n.joined.find
-        loose = dict(place for name, whole in self.n.loose.items() for place in self._lay(name, whole))
-        roots = {place: find(nodes) for place, nodes in {**self.layers, **loose}.items()}
+        n, find = self.n, self.n.joined.find
+        nodes: dict[Place, Tensor] = dict(n.places)
+        for name, (outs, ins) in self._wirings.items():
+            nodes[name, OUT], nodes[name, IN] = outs, ins
+        roots = {place: find(its) for place, its in nodes.items()}
         known = torch.unique(torch.cat([torch.zeros(0, dtype=torch.long), *roots.values()]))
+        places = {place: torch.searchsorted(known, its) for place, its in roots.items()}
+        wires = [pair for name in self._wirings for pair in self._wires(name, places)]
+
+        def channels(axes: list[Tensor]) -> set[int]:
+            if not axes:
+                return set()
+            its = torch.unique(find(torch.cat([a.flatten() for a in {id(a): a for a in axes}.values()])))
+            at = torch.searchsorted(known, its).clamp(max=len(known) - 1) if len(known) else its[:0]
+            return set(at[known[at] == its].tolist()) if len(known) else set()
+
         number = {root: i for i, root in enumerate(known.tolist())}
-        seen = {name: find(torch.cat(nodes)).unique().tolist() for name, nodes in self._seen.items() if nodes}
-        layers = {p: torch.searchsorted(known, roots[p]) for p in self.layers}
         return ChannelGraph(
-            layers=layers,
-            loose={p: torch.searchsorted(known, roots[p]) for p in loose},
-            fixed={number[root]: why for root, why in self.n.joined.reasons().items() if root in number},
-            touched={name: {number[r] for r in nodes if r in number} for name, nodes in seen.items()},
-            order=list(dict.fromkeys(name for name, _ in self.layers)),
-            wires=[pair for name in self._modules for pair in self._wires(name, layers)],
+            places=places,
+            reads=n.reads,
+            writes=n.writes,
+            fixed={number[root]: why for root, why in n.joined.reasons().items() if root in number},
+            heads=channels(n.heads),
+            touched={name: channels(axes) for name, axes in self._seen.items()},
+            order=list(self._order),
+            wirings=list(self._wirings),
+            wires=wires,
+            blocks=list(dict.fromkeys(n.blocks)),
             count=len(known),
-            ambiguous=self.n.ambiguous,
         )
 
-    def _wires(self, name: str, layers: dict[Place, Tensor]) -> Iterator[tuple[int, int]]:
+    def _wires(self, name: str, places: dict[Place, Tensor]) -> Iterator[tuple[int, int]]:
         module: Any = self._modules[name]
-        if kind_of(module) is WIRING and (name, "out") in layers:
-            for out, source in zip(layers[name, "out"].tolist(), module.source, strict=True):
-                if source >= 0:
-                    yield int(layers[name, "in"][source]), out
+        for out, source in zip(places[name, OUT].tolist(), module.source, strict=True):
+            if source >= 0:
+                yield int(places[name, IN][source]), out
 
-    def _lay(self, name: str, whole: Tensor) -> Iterator[tuple[Place, Tensor]]:
-        """The dimension of a loose tensor along which channels lie; where there is no such one, they stay."""
-        varying = [d for d in range(whole.dim()) if self.n.varies(whole, d)]
-        if len(varying) != 1:
-            self.n.joined.fix(whole, f"{name!r} isn't cut along one dimension")
-            return
-        (dim,) = varying
-        yield (name, str(dim)), whole.movedim(dim, 0).reshape(whole.shape[dim], -1)[:, 0]
+
+def _counts_heads(name: str) -> bool:
+    return "head" in name and not any(word in name for word in ("dim", "size", "width", "ch", "mask", "mul"))
+
+
+def rule_of(op: Operation) -> Rule:
+    name = op.name.rstrip("_") or op.name
+    rule = products.RULES.get(name) or operations.RULES.get(name)
+    if rule is not None:
+        return rule
+    if op.name.startswith("_scaled_dot_product"):
+        return products.attends
+    if torch.Tag.pointwise in op.func.tags:
+        return operations.pointwise
+    return operations.spatial if op.name.startswith(operations.SPATIAL) else operations.mixes

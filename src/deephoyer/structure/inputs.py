@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,6 +10,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from deephoyer.inference import Examples
+
+REMEMBERED = ("past_key_values", "mems", "state", "encoder_past_key_values")
+"""Keys under which language models give back what they would compute again otherwise, head by head."""
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
@@ -20,6 +24,13 @@ def tensors_in(tree: Any) -> list[Tensor]:
         elif hasattr(leaf, "__dataclass_fields__"):
             found += tensors_in([getattr(leaf, name) for name in leaf.__dataclass_fields__])
     return found
+
+
+def outputs_in(tree: Any) -> list[Tensor]:
+    """The tensors that a network computes for its user: all but what it remembers for the next token."""
+    if isinstance(tree, Mapping):
+        tree = {key: value for key, value in tree.items() if key not in REMEMBERED}
+    return tensors_in(tree)
 
 
 def one_sample(inputs: Examples) -> Examples:

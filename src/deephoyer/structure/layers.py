@@ -9,7 +9,6 @@ Not here: which channels go.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -79,15 +78,6 @@ def size(module: nn.Module, kind: Kind, side: str) -> int:
     return int(getattr(module, name))  # type: ignore[arg-type]
 
 
-def by_blocks(module: nn.Module) -> bool:
-    """Whether a grouped convolution loses whole groups, or the same channels of each group.
-
-    Either keeps it a grouped convolution; the one that ties fewer channels together is taken.
-    """
-    g = module.groups
-    return bool(g >= module.in_channels // g + module.out_channels // g)  # type: ignore[operator]
-
-
 def place(module: nn.Module, kind: Kind, side: str, tensor: Tensor, dim: int) -> Tensor:
     """A view of one of the layer's tensors whose dimension 0 is the channel of `side`."""
     groups = getattr(module, "groups", 1)
@@ -154,9 +144,6 @@ def cut(module: nn.Module, kind: Kind, keep: dict[str, Tensor], renewed: Renewed
             module.keep_inputs(keep["in"].tolist())  # type: ignore[operator]
         return
     groups = getattr(module, "groups", 1)
-    left = groups
-    if groups > 1:
-        left = _groups_left(module, keep)
     for name in dict.fromkeys([*kind.out, *kind.into]):
         tensor = getattr(module, name)
         if tensor is None:
@@ -166,15 +153,13 @@ def cut(module: nn.Module, kind: Kind, keep: dict[str, Tensor], renewed: Renewed
             continue
         new = tensor.detach()
         if "in" in keep and name in kind.into:
-            new = _inputs(new, kind.into[name], keep["in"], groups, left)
+            new = _inputs(new, kind.into[name], keep["in"], groups)
         if "out" in keep and name in kind.out:
             out = keep["out"].to(new.device)
             new = new.index_select(kind.out[name], out)
         put(module, name, new, renewed)
     for side, index in keep.items():
         setattr(module, kind.out_size if side == "out" else str(kind.in_size), len(index))
-    if groups > 1:
-        module.groups = left  # type: ignore[assignment]
 
 
 def put(module: nn.Module, name: str, new: Tensor, renewed: Renewed) -> None:
@@ -190,20 +175,11 @@ def put(module: nn.Module, name: str, new: Tensor, renewed: Renewed) -> None:
         module._non_persistent_buffers_set.discard(name)  # a fresh model would give its own, of the old shape
 
 
-def _groups_left(module: Any, keep: dict[str, Tensor]) -> int:
-    groups = int(module.groups)
-    if "in" not in keep or not by_blocks(module):
-        return groups
-    return len(keep["in"]) // (module.in_channels // groups)
-
-
-def _inputs(weight: Tensor, dim: int, keep: Tensor, groups: int, left: int) -> Tensor:
-    """The weight without the input channels that went; whole groups go with their outputs, not here."""
+def _inputs(weight: Tensor, dim: int, keep: Tensor, groups: int) -> Tensor:
+    """The weight without the input channels that went."""
     keep = keep.to(weight.device)
     if groups == 1:
         return weight.index_select(dim, keep)
-    if left != groups:
-        return weight
     per = weight.shape[1]
     return weight.index_select(1, keep[keep < per])
 

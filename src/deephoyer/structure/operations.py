@@ -1,296 +1,404 @@
-"""What each operation between layers does to the channel numbers of its tensors.
+"""What each operation does to the channels of its tensors, other than the products and norms of `products.py`.
 
-Operations that only move elements are done to the numbers as they are; element-wise ones join the
-channels that meet; pooling and reductions keep channels that they don't run over. Everything else may
-mix channels, and fixes them. Layers are not handled here.
+Operations that only move elements are done to the axes as they are; element-wise ones join the channels that meet;
+pooling and reductions keep channels that they don't run over. Everything else may mix channels, and fixes them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from deephoyer.structure.channel_ids import Numbers
+from deephoyer.structure.channel_ids import Labels, like, overlap, squeezed
 from deephoyer.structure.inputs import tensors_in
 
 
 @dataclass
 class Operation:
-    """One call of an ATen function: `where` names the module it happened in."""
+    """One call of an ATen function: `where` names the module it happened in, `asked` the sizes that its code gave."""
 
     func: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     out: Any
     where: str
+    counts_heads: Callable[[int], bool] = lambda size: False
+    asked: Sequence[int] = ()
+    first: bool = False
+    given: list[Tensor] = field(default_factory=list)
+    outs: list[Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.given, self.outs = tensors_in((self.args, self.kwargs)), tensors_in(self.out)
 
     @property
     def name(self) -> str:
         return str(self.func.overloadpacket.__name__)
 
-    @property
-    def given(self) -> list[Tensor]:
-        return tensors_in((self.args, self.kwargs))
-
-    @property
-    def outs(self) -> list[Tensor]:
-        return tensors_in(self.out)
-
     def argument(self, name: str, position: int, default: Any = None) -> Any:
         return self.kwargs.get(name, self.args[position] if len(self.args) > position else default)
 
 
-def account(n: Numbers, op: Operation) -> None:
-    """Numbers what the operation gave."""
-    if all(n.get(t) is None for t in op.given):
-        made_here = op.name == "lift_fresh" or all(n.is_constant(t) for t in op.given)
-        if made_here and "rand" not in op.name:
-            for tensor in op.outs:
-                n.set_constant(tensor)
-        return
-    _rule(op)(n, op)
+Rule = Callable[[Labels, Operation], None]
+Part = tuple[Sequence[int], list[Tensor]]  # a tensor's shape and its axes
 
 
-def _rule(op: Operation) -> Callable[[Numbers, Operation], None]:
-    name = op.name.rstrip("_") or op.name
-    if name in RULES:
-        return RULES[name]
-    if torch.Tag.pointwise in op.func.tags:
-        return pointwise
-    if op.name.startswith("_scaled_dot_product"):
-        return attends
-    return spatial if op.name.startswith(SPATIAL) else mixes
-
-
-def mixes(n: Numbers, op: Operation) -> None:
+def mixes(n: Labels, op: Operation) -> None:
     n.fix(op.given, f"{op.name} in {op.where} may mix channels")
     for tensor in op.outs:
-        n.drop(tensor)
+        n.set(tensor, [])
 
 
-def moves(n: Numbers, op: Operation) -> None:
-    plain = pytree.tree_map(lambda t: n.of(t) if isinstance(t, Tensor) else t, (op.args, op.kwargs))
-    plain[1].pop("memory_format", None)
-    numbers = op.func(*plain[0], **plain[1])
-    for tensor, its in zip(op.outs, tensors_in(numbers), strict=True):
-        n.set(tensor, its)
+# Operations that move elements.
 
 
-def joins_on(n: Numbers, op: Operation) -> None:
-    """Concatenation: constants and foreign tensors become channels of their own."""
-    for tensor in op.given:
-        if n.get(tensor) is None:
-            n.number(tensor, f"{op.where} joins on what is no channel")
-    moves(n, op)
+def same_place(n: Labels, op: Operation) -> None:
+    for tensor in op.outs:
+        n.set(tensor, n.of(op.args[0]))
 
 
-def takes(n: Numbers, op: Operation) -> None:
+def transposes(n: Labels, op: Operation) -> None:
+    rest = op.args[1:]
+    n.set(op.out, [op.func(axis, *rest, **op.kwargs) for axis in n.of(op.args[0])])
+
+
+def squeezes(n: Labels, op: Operation) -> None:
+    """Dimensions of length 1 leave or come: of the tensor, while an axis has more of them."""
+    x = op.args[0]
+    given = op.argument("dim", 1)
+    dims = range(x.dim()) if given is None else [given] if isinstance(given, int) else given
+    gone = tuple(d % x.dim() for d in dims if x.dim() and x.shape[d] == 1)
+    n.set(op.out, [axis.squeeze(gone) for axis in n.of(x)])
+
+
+def expands(n: Labels, op: Operation) -> None:
+    n.set(op.out, [like(axis, op.out.dim()) for axis in n.of(op.args[0])])
+
+
+def repeats(n: Labels, op: Operation) -> None:
+    times = list(op.args[1])
+    axes = [like(axis, len(times)) for axis in n.of(op.args[0])]
+    n.set(op.out, [a.repeat([t if s > 1 else 1 for t, s in zip(times, a.shape, strict=True)]) for a in axes])
+
+
+def rearranges(n: Labels, op: Operation) -> None:
+    """Elements picked by an index, rolled, turned round: right for tokens and pixels; channels would move."""
+    x, axes = op.args[0], []
+    if any(n.known(t) for t in op.given[1:]):
+        return mixes(n, op)
+    for axis in n.of(x):
+        args = pytree.tree_map(lambda t, axis=axis: axis.expand(x.shape) if t is x else t, op.args)
+        if any(n.varies(axis, d) for d in _picked(op, x)):
+            n.joined.fix(axis, f"{op.where} picks channels by their position")
+        axes.append(squeezed(op.func(*args, **op.kwargs)))
+    n.set(op.out, axes)
+
+
+def _picked(op: Operation, x: Tensor) -> list[int]:
+    """The dimensions along which `rearranges` takes elements by position."""
+    if op.name in ("index", "_unsafe_index"):
+        return [d for d, index in enumerate(op.args[1]) if index is not None]
+    given = op.argument("dims", 2 if op.name == "roll" else 1, None)
+    given = op.argument("dim", 1, given) if op.name not in ("roll", "flip") else given
+    dims = list(range(x.dim())) if given is None or given == [] else [given] if isinstance(given, int) else given
+    return [d % x.dim() for d in dims]
+
+
+def takes(n: Labels, op: Operation) -> None:
     """A slice by position: right for pixels and tokens, but channels would move when others go."""
-    x, dim = op.args[0], op.argument("dim", 1, 0)
-    if op.outs[0].numel() < x.numel() and n.varies(n.of(x), dim):
-        n.fix([x], f"{op.where} takes channels by their position")
-    moves(n, op)
+    x, dim = op.args[0], op.argument("dim", 1, 0) % op.args[0].dim()
+    axes = []
+    for axis in n.of(x):
+        if axis.shape[dim] == 1:
+            axes.append(axis.select(dim, 0) if op.name == "select" else axis)
+            continue
+        if op.out.numel() < x.numel() and n.varies(axis, dim):
+            n.joined.fix(axis, f"{op.where} takes channels by their position")
+        axes.append(op.func(axis, *op.args[1:], **op.kwargs))
+    n.set(op.out, axes)
 
 
-def splits(n: Numbers, op: Operation) -> None:
+def splits(n: Labels, op: Operation) -> None:
     """Chunks of a channel dimension stay even only if all lose the same of their channels."""
-    numbers, dim = n.of(op.args[0]), op.argument("dim", 2, 0)
-    if n.varies(numbers, dim):
-        parts = numbers.split([t.shape[dim] for t in op.outs], dim)
-        for part in parts[1:]:
-            if part.shape == parts[0].shape:
-                n.joined.join(part, parts[0])
-            else:
-                n.joined.fix(numbers, f"{op.where} splits channels unevenly")
-    moves(n, op)
+    x, unbinds = op.args[0], op.name == "unbind"
+    dim = op.argument("dim", 1 if unbinds else 2, 0) % x.dim()
+    parts: list[list[Tensor]] = [[] for _ in op.outs]
+    for axis in n.of(x):
+        if axis.shape[dim] == 1:
+            pieces = [axis] * len(op.outs)
+        else:
+            pieces = list(axis.split([1] * len(op.outs) if unbinds else [t.shape[dim] for t in op.outs], dim))
+            if n.varies(axis, dim):
+                for piece in pieces[1:]:
+                    if piece.shape == pieces[0].shape:
+                        n.joined.join(piece, pieces[0])
+                    else:
+                        n.joined.fix(axis, f"{op.where} splits channels unevenly")
+        for mine, piece in zip(parts, pieces, strict=True):
+            mine.append(piece.squeeze(dim) if unbinds else piece)
+    for tensor, axes in zip(op.outs, parts, strict=True):
+        n.set(tensor, axes)
 
 
-def views(n: Numbers, op: Operation) -> None:
-    """A dimension seen as two (groups to shuffle, heads): one can shrink, evenly; which, is the reading's choice."""
-    before = n.of(op.args[0])
-    after = before.reshape(op.out.shape)
-    for dims in taken_apart(tuple(before.shape), tuple(after.shape)):
-        varying = [d for d in dims if n.varies(after, d)]
-        if len(varying) > 1:
-            n.ambiguous = True
-            shrinks = varying[0] if n.reading == "first" else max(varying, key=lambda d: (after.shape[d], d))
-            for d in varying:
-                if d != shrinks:
-                    n.joined.join(after, after.narrow(d, 0, 1).expand(after.shape))
-    n.set(op.out, after)
+def views(n: Labels, op: Operation) -> None:
+    """Dimensions seen as others. Of one that is seen as two (groups to shuffle, heads), one can shrink, evenly."""
+    x, after = op.args[0], list(op.out.shape)
+    parts = regrouped(list(x.shape), after)
+    axes = []
+    for axis in n.of(x):
+        sizes: list[int] = []
+        full = list(axis.shape)
+        for before, behind in parts:
+            still = all(axis.shape[d] == 1 for d in before)
+            sizes += [1 if still else after[d] for d in behind]
+            for d in before:
+                full[d] = 1 if still else x.shape[d]
+        axis = axis.expand(full).reshape(sizes)
+        for _, behind in parts:
+            axis = _one_shrinks(n, op, axis, behind)
+        axes.append(axis)
+    n.set(op.out, axes)
 
 
-def taken_apart(before: tuple[int, ...], after: tuple[int, ...]) -> list[list[int]]:
-    """For each dimension that a view takes apart, the dimensions of the result it becomes.
+def _one_shrinks(n: Labels, op: Operation, axis: Tensor, dims: list[int]) -> Tensor:
+    """Ties what lies along all but one of the dimensions that a dimension was taken apart into.
 
-    >>> taken_apart((1, 6, 4), (1, 2, 3, 4))
-    [[1, 2]]
+    Where heads are counted, whole heads go; else what the code leaves open (−1); else the longest.
     """
-    found: list[list[int]] = []
+    varying = [d for d in dims if n.varies(axis, d)]
+    if len(varying) < 2:
+        return axis
+    heads = [d for d in varying if op.counts_heads(axis.shape[d])]
+    left_open = [d for d in varying if len(op.asked) == axis.dim() and op.asked[d] == -1]
+    longest = max(varying, key=lambda d: (axis.shape[d], d))
+    shrinks = (heads or left_open or [longest])[0]
+    if op.first:
+        shrinks = next(d for d in varying if d != shrinks)
+    for d in varying:
+        if d != shrinks:
+            axis = n.tie(axis, d)
+    return axis
+
+
+def regrouped(before: list[int], after: list[int]) -> list[tuple[list[int], list[int]]]:
+    """Which dimensions of a view come from which: runs of both with the same number of elements.
+
+    >>> regrouped([1, 6, 4], [1, 2, 3, 4])
+    [([0], [0]), ([1], [1, 2]), ([2], [3])]
+    """
+    parts: list[tuple[list[int], list[int]]] = []
     i = j = 0
-    while i < len(before) and j < len(after):
-        outs, a, b = [j], before[i], after[j]
+    while i < len(before) or j < len(after):
+        left, right, a, b = [], [], 1, 1
+        if i < len(before):
+            left, a, i = [i], before[i], i + 1
+        if j < len(after):
+            right, b, j = [j], after[j], j + 1
         while a != b:
-            if a < b:
-                i += 1
-                a *= before[i]
+            if (a < b or not right) and i < len(before):
+                left, a, i = [*left, i], a * before[i], i + 1
             else:
-                j += 1
-                outs.append(j)
-                b *= after[j]
-        if len(outs) > 1:
-            found.append(outs)
-        i, j = i + 1, j + 1
-    return found
+                right, b, j = [*right, j], b * after[j], j + 1
+        parts.append((left, right))
+    return parts
 
 
-def restrides(n: Numbers, op: Operation) -> None:
+def restrides(n: Labels, op: Operation) -> None:
     """Pooling to one place in a channels-last tensor ends in strides that move nothing: sizes of 1 have any."""
     x, shape, strides = op.args[0], list(op.args[1]), op.args[2]
     plain = torch.empty(shape, device="meta").stride()
-    if shape == list(n.of(x).shape) and all(a == b or s == 1 for a, b, s in zip(plain, strides, shape, strict=True)):
+    if shape == list(x.shape) and all(a == b or s == 1 for a, b, s in zip(plain, strides, shape, strict=True)):
         n.set(op.out, n.of(x))
     else:
         mixes(n, op)
 
 
-def pads(n: Numbers, op: Operation) -> None:
-    """Constants put among channels are channels of their own, one an element until they meet others."""
-    numbers = F.pad(n.of(op.args[0]), op.args[1], value=0)
-    none = numbers == 0
-    numbers[none] = n.joined.new(int(none.sum()))
-    n.set(op.out, numbers)
+def pads(n: Labels, op: Operation) -> None:
+    """Constants put among channels are channels of their own."""
+    x, widths, axes = op.args[0], op.args[1], []
+    for axis in n.of(x):
+        for i in range(0, len(widths), 2):
+            dim = x.dim() - 1 - i // 2
+            if axis.shape[dim] > 1 and (widths[i] or widths[i + 1]):
+                if min(widths[i], widths[i + 1]) < 0:
+                    return mixes(n, op)
+                ends = [n.joined.new(count).view([-1] + [1] * (axis.dim() - 1)) for count in widths[i : i + 2]]
+                before, behind = (
+                    e.transpose(0, dim).expand([*axis.shape[:dim], -1, *axis.shape[dim + 1 :]]) for e in ends
+                )
+                axis = torch.cat([before, axis, behind], dim)
+        axes.append(axis)
+    n.set(op.out, axes)
 
 
-def pointwise(n: Numbers, op: Operation) -> None:
+def joins_on(n: Labels, op: Operation) -> None:
+    """Concatenation: along the dimension each brings its channels, along all others they meet."""
+    tensors = [t for t in op.args[0] if t.numel() or t.dim() > 1]
+    dim = op.argument("dim", 1, 0)
+    if op.name == "stack":
+        dim %= tensors[0].dim() + 1
+        shape = [*tensors[0].shape[:dim], 1, *tensors[0].shape[dim:]]
+        n.set(op.out, meet(n, [(shape, [a.unsqueeze(dim) for a in n.of(t)]) for t in tensors], op.where))
+        return
+    dim %= tensors[0].dim()
+    lying = [n.along(t, dim) for t in tensors]
+    if not any(lying):
+        rest = [([1 if d == dim else s for d, s in enumerate(t.shape)], n.of(t)) for t in tensors]
+        n.set(op.out, meet(n, [(s, [_short(n, a, dim) for a in axes]) for s, axes in rest], op.where))
+        return
+    rows, others = [], []
+    for tensor, axes in zip(tensors, lying, strict=True):
+        if len(axes) != 1:
+            why = None if n.is_constant(tensor) else f"{op.where} joins on what is no channel"
+            for axis in axes:
+                n.joined.fix(axis, f"{op.where} joins on two kinds of channels")
+            axes = [n.fresh(tensor, dim, why)]
+        for d in range(tensor.dim()):
+            if d != dim and axes[0].shape[d] > 1 and n.varies(axes[0], d):
+                axes = [n.tie(axes[0], d)]
+        row = axes[0].movedim(dim, -1).flatten(0, -2)[0]
+        rows.append(row)
+        mine = [a for a in n.of(tensor) if not n.varies(a, dim)]
+        others.append(([1 if d == dim else s for d, s in enumerate(tensor.shape)], [_short(n, a, dim) for a in mine]))
+    row = torch.cat(rows).view([-1 if d == dim else 1 for d in range(tensors[0].dim())])
+    n.set(op.out, [row, *meet(n, others, op.where)])
+
+
+def _short(n: Labels, axis: Tensor, dim: int) -> Tensor:
+    return axis if axis.shape[dim] == 1 else n.tie(axis, dim)
+
+
+# Operations on elements.
+
+
+def meet(n: Labels, parts: Sequence[Part], where: str) -> list[Tensor]:
+    """The axes of what tensors of these shapes and axes make together, element by element, broadcast.
+
+    Channels that lie along the same dimension become the same. Where one tensor has channels along a dimension and
+    another as many elements that are none, it would no longer fit when some go: they stay.
+    """
+    dims = max((len(shape) for shape, _ in parts), default=0)
+    result: list[Tensor] = []
+    for _, axes in parts:
+        for axis in axes:
+            axis = like(axis, dims)
+            for other in [o for o in result if overlap(o, axis)]:
+                n.joined.join(axis, other)
+                result = [o for o in result if o is not other]
+                for d in range(dims):
+                    if other.shape[d] == 1 or axis.shape[d] == 1:
+                        axis, other = axis.narrow(d, 0, 1), other.narrow(d, 0, 1)
+            result.append(axis)
+    for shape, axes in parts:
+        for d in range(1, len(shape) + 1):
+            if shape[-d] > 1 and not any(axis.dim() >= d and axis.shape[-d] > 1 for axis in axes):
+                for axis in result:
+                    if n.varies(axis, -d):
+                        n.joined.fix(axis, f"{where} meets them with a tensor of fixed size")
+    return result
+
+
+def pointwise(n: Labels, op: Operation) -> None:
     target = op.outs[0]
-    numbers = torch.zeros(target.shape, dtype=torch.long)
-    meeting = [n.of(tensor) for tensor in op.given]
-    others = []
-    for tensor, its in zip(op.given, meeting, strict=True):
-        if not its.any():
-            others.append(tensor)
-            continue
-        if any(_spreads_over(n, its, them) for them in meeting):
-            n.joined.fix(its, f"{op.where} lets every channel of another tensor read it")
-            others.append(tensor)
-            continue
-        its = its.expand(target.shape)
-        n.joined.join(numbers, its)
-        numbers = torch.where(numbers == 0, its, numbers)
-    _sizes_agree(n, op, numbers, others)
-    if op.func._schema.is_mutable and target._is_view() and not torch.equal(n.of(target), numbers):
-        n.joined.fix(numbers, f"{op.where} writes into a slice")
+    before = n.of(target)
+    axes = meet(n, [(t.shape, n.of(t)) for t in op.given], op.where)
+    if op.func._schema.is_mutable and target._is_view() and len(before) != len(axes):
+        for axis in axes:
+            n.joined.fix(axis, f"{op.where} writes into a slice")
     for tensor in op.outs:
-        if tensor.shape == target.shape:
-            n.set(tensor, numbers)
+        n.set(tensor, axes if tensor.shape == target.shape else [])
 
 
-def _spreads_over(n: Numbers, its: Tensor, them: Tensor) -> bool:
-    """Whether one place of a tensor meets several channels of another: a gate of width 1, an outer product."""
-    return any((d > its.dim() or its.shape[-d] == 1) and n.varies(them, -d) for d in range(1, them.dim() + 1))
-
-
-def _sizes_agree(n: Numbers, op: Operation, numbers: Tensor, others: list[Tensor]) -> None:
-    """What is no channel must be broadcast along channels, or it would no longer fit when some go."""
-    for tensor in others:
-        for d in range(1, tensor.dim() + 1):
-            if tensor.shape[-d] > 1 and n.varies(numbers, -d):
-                n.joined.fix(numbers, f"{op.where} meets them with a tensor of fixed size")
-
-
-def spatial(n: Numbers, op: Operation) -> None:
+def spatial(n: Labels, op: Operation) -> None:
     """Pooling and resizing: each channel by itself."""
+    x = op.args[0]
     dims = next(int(c) for c in op.name if c.isdigit())
-    rows = n.of(op.args[0]).flatten(-dims)
-    one = rows.amax(-1, keepdim=True)
-    n.joined.join(rows, one.expand(rows.shape))
-    one = one.view(*one.shape[:-1], *([1] * dims))
+    if any(n.varies(axis, d) for axis in n.of(x) for d in range(-dims, 0)):
+        return mixes(n, op)
+    axes = [_shortened(n, axis, range(-dims, 0)) for axis in n.of(x)]
     for tensor in op.outs:
-        n.set(tensor, one.expand(tensor.shape))
+        n.set(tensor, axes)
 
 
-def reduces(n: Numbers, op: Operation) -> None:
+def _shortened(n: Labels, axis: Tensor, dims: Sequence[int]) -> Tensor:
+    for d in dims:
+        axis = _short(n, axis, d)
+    return axis
+
+
+def reduces(n: Labels, op: Operation) -> None:
     x = op.args[0]
     given = op.argument("dim", 2 if "norm" in op.name else 1)
-    dims = [d % x.dim() for d in ([given] if isinstance(given, int) else given or range(x.dim()))]
-    numbers = n.of(x)
-    if any(n.varies(numbers, d) for d in dims):
-        mixes(n, op)
-        return
-    one = numbers.amax(dims, keepdim=True)
+    whole = given is None or isinstance(given, float) or given == []
+    dims = [d % x.dim() for d in (range(x.dim()) if whole else [given] if isinstance(given, int) else given) if x.dim()]
+    if any(n.varies(axis, d) for axis in n.of(x) for d in dims):
+        return mixes(n, op)
+    axes = [_shortened(n, axis, dims) for axis in n.of(x)]
     for tensor in op.outs:
-        n.set(tensor, (one if tensor.dim() == x.dim() else one.squeeze(dims)).expand(tensor.shape))
+        if tensor.dim() == x.dim():
+            n.set(tensor, axes)
+        elif tensor.dim() == x.dim() - len(dims):
+            n.set(tensor, [axis.squeeze(tuple(dims)) for axis in axes])
 
 
-def normalises(n: Numbers, op: Operation) -> None:
-    """Softmax and layer norm: removing a channel would change the others."""
-    x, which = op.args[0], op.args[1]
-    numbers = n.of(x)
-    dims = [which] if isinstance(which, int) else range(-len(which), 0)
-    if any(n.varies(numbers, d) for d in dims):
-        n.joined.fix(numbers, f"{op.where} normalises over channels")
-    for scale in op.given[1:]:
-        n.joined.join(n.of(scale).expand(numbers.shape), numbers)
-    n.set(op.outs[0], numbers)
+def orders(n: Labels, op: Operation) -> None:
+    """Along one dimension each place depends on the others: sorting, running sums, softmax."""
+    x = op.args[0]
+    position = {"topk": 2, "kthvalue": 2}.get(op.name, 1)
+    dim = op.argument("dim", position, -1)
+    if not isinstance(dim, int) or isinstance(dim, bool):
+        return mixes(n, op)
+    for axis in n.of(x):
+        if n.varies(axis, dim):
+            n.joined.fix(axis, f"{op.name} in {op.where} runs over channels")
+    axes = [_short(n, axis, dim % x.dim()) if not n.varies(axis, dim) else axis for axis in n.of(x)]
+    for tensor in op.outs:
+        n.set(tensor, axes if tensor.dim() == x.dim() else [])
 
 
-def multiplies(n: Numbers, op: Operation) -> None:
-    """Products of activations: heads stay heads, and attention times values keeps the values' columns."""
-    left, right = (n.of(t) for t in op.given[:2])
-    if not left.any() and not n.varies(right, -2):
-        n.set(op.out, right.narrow(-2, 0, 1).expand(op.out.shape))
-    elif _whole_heads(n, left) and _whole_heads(n, right):
-        n.set(op.out, _per_head(n, left, right).expand(op.out.shape))
-    else:
-        mixes(n, op)
-
-
-def attends(n: Numbers, op: Operation) -> None:
-    """Fused attention: whole heads go together; else queries and keys stay, for their width sets the scale."""
-    query, key, value = (n.of(t) for t in op.given[:3])
-    out = op.outs[0]
-    if all(_whole_heads(n, numbers) for numbers in (query, key, value)) and query.any():
-        n.set(out, _per_head(n, query, key, value).expand(out.shape))
-    elif not n.varies(value, -2):
-        n.fix(op.given[:2], f"attention in {op.where} is scaled by their number")
-        n.set(out, value.narrow(-2, 0, 1).expand(out.shape))
-    else:
-        mixes(n, op)
-
-
-def _whole_heads(n: Numbers, numbers: Tensor) -> bool:
-    return not n.varies(numbers, -1) and not n.varies(numbers, -2)
-
-
-def _per_head(n: Numbers, *several: Tensor) -> Tensor:
-    """One number a head, the same for all the tensors."""
-    first, *others = (numbers[..., :1, :1] for numbers in several)
-    for other in others:
-        n.joined.join(first, other)
-        first = torch.where(first == 0, other, first)
-    return first
+def shuffles_pixels(n: Labels, op: Operation) -> None:
+    """Channels become pixels, or pixels channels: those of one square go together."""
+    x, r = op.args[0], int(op.args[1]) ** 2
+    axes = []
+    for axis in n.of(x):
+        if axis.shape[-1] > 1 or axis.shape[-2] > 1:
+            return mixes(n, op)
+        if axis.shape[-3] > 1 and op.name == "pixel_shuffle":
+            axis = n.tie(axis.unflatten(-3, (-1, r)), -3).squeeze(-3)
+        elif axis.shape[-3] > 1:
+            axis = axis.repeat_interleave(r, dim=-3)
+        axes.append(axis)
+    n.set(op.out, axes)
 
 
 SPATIAL = ("max_pool", "avg_pool", "adaptive_", "_adaptive_", "upsample_", "_upsample_", "reflection_", "replication_")
 
-_RULES: tuple[tuple[Callable[[Numbers, Operation], None], str], ...] = (
-    (moves, "permute transpose t expand squeeze unsqueeze clone detach alias contiguous repeat lift_fresh"),
+_RULES: tuple[tuple[Rule, str], ...] = (
+    (same_place, "clone detach alias contiguous lift_fresh _to_copy dropout"),
+    (transposes, "permute transpose t unsqueeze"),
+    (squeezes, "squeeze"),
+    (expands, "expand"),
+    (repeats, "repeat"),
+    (rearranges, "index _unsafe_index index_select gather roll flip unfold"),
     (joins_on, "cat stack"),
     (takes, "slice select narrow"),
     (splits, "split split_with_sizes chunk unbind"),
     (views, "view _unsafe_view reshape _reshape_alias"),
     (restrides, "as_strided"),
     (pads, "constant_pad_nd"),
-    (pointwise, "hardswish _prelu_kernel dropout native_dropout _to_copy copy masked_fill where zeros_like ones_like"),
-    (reduces, "mean sum amax amin max min var std norm linalg_vector_norm logsumexp prod"),
-    (normalises, "_softmax softmax _log_softmax log_softmax cumsum native_layer_norm"),
-    (multiplies, "mm bmm"),
+    (pointwise, "hardswish _prelu_kernel native_dropout copy masked_fill where zeros_like ones_like"),
+    (reduces, "mean sum amax amin max min var std norm linalg_vector_norm logsumexp prod var_mean any all"),
+    (orders, "_softmax softmax _log_softmax log_softmax cumsum cumprod sort topk argsort argmax argmin"),
+    (shuffles_pixels, "pixel_shuffle pixel_unshuffle"),
 )
-RULES = {name: rule for rule, names in _RULES for name in names.split()}
+RULES: dict[str, Rule] = {name: rule for rule, names in _RULES for name in names.split()}
+
+_LAYS_OUT = """permute transpose t squeeze unsqueeze expand view _unsafe_view reshape _reshape_alias clone detach alias
+contiguous _to_copy slice select split split_with_sizes chunk unbind"""
+LAYS_OUT = frozenset(_LAYS_OUT.split())
+"""What only lays a weight out in another way."""

@@ -5,62 +5,120 @@ Which channels are dead is decided elsewhere; here it is only done, to a copy th
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from deephoyer.structure.channels import ChannelGraph
-from deephoyer.structure.layers import Renewed, clear, cut, kind_of, put
+from deephoyer.structure.channels import IN, OUT, ChannelGraph, Place
+from deephoyer.structure.layers import Renewed, put
+
+SIZES: dict[str, dict[str, Place]] = {
+    "Linear": {"out_features": ("weight", 0), "in_features": ("weight", 1)},
+    "_ConvNd": {"out_channels": ("weight", 0), "in_channels": ("weight", 1)},
+    "_ConvTransposeNd": {"out_channels": ("weight", 1), "in_channels": ("weight", 0)},
+    "Embedding": {"embedding_dim": ("weight", 1)},
+    "EmbeddingBag": {"embedding_dim": ("weight", 1)},
+    "_NormBase": {"num_features": ("weight", 0)},
+    "GroupNorm": {"num_channels": ("weight", 0)},
+    "PReLU": {"num_parameters": ("weight", 0)},
+    "Conv1D": {"nf": ("weight", 1), "nx": ("weight", 0)},
+}
+"""Attributes that say what sizes a module's tensor has, by a class that it comes from."""
 
 
 def zero(model: nn.Module, graph: ChannelGraph, dead: Tensor) -> None:
-    """Sets all slices of the dead channels (a boolean for each) to zero."""
-    for (name, side), channels in graph.layers.items():
-        gone = dead[channels]
-        module = model.get_submodule(name)
-        kind = kind_of(module)
-        if gone.any() and kind is not None:
-            clear(module, kind, side, gone)
+    """Sets all slices of the dead channels (a boolean for each) to zero; running statistics stay."""
     with torch.no_grad():
-        for (name, dim), channels in graph.loose.items():
-            tensor = _tensor(model, name)
-            gone = torch.nonzero(dead[channels]).flatten().to(tensor.device)
-            tensor.index_fill_(int(dim), gone, 0)
+        for (name, dim), channels in graph.places.items():
+            gone = dead[channels]
+            if not gone.any():
+                continue
+            if name in graph.wirings:
+                _unwire(model.get_submodule(name), dim, gone)
+            elif not name.rpartition(".")[2].startswith("running_"):
+                tensor = tensor_of(model, name)
+                tensor.index_fill_(dim, torch.nonzero(gone).flatten().to(tensor.device), 0)
 
 
 def remove(model: nn.Module, graph: ChannelGraph, dead: Tensor) -> None:
-    """Leaves the dead channels out of every layer, norm and loose tensor."""
-    sides: dict[str, dict[str, Tensor]] = {}
-    for (name, side), channels in graph.layers.items():
+    """Leaves the dead channels out of every parameter and buffer, and tells the modules their new sizes."""
+    cuts: dict[str, dict[int, Tensor]] = {}
+    for (name, dim), channels in graph.places.items():
         gone = dead[channels]
-        if gone.any():
-            sides.setdefault(name, {})[side] = torch.nonzero(~gone).flatten()
-    renewed = Renewed()
-    for name, keep in sides.items():
-        module = model.get_submodule(name)
-        kind = kind_of(module)
-        assert kind is not None
-        cut(module, kind, keep, renewed)
-    for (name, dim), channels in graph.loose.items():
-        gone = dead[channels]
-        if gone.any():
-            _cut_loose(model, name, int(dim), torch.nonzero(~gone).flatten(), renewed)
+        if not gone.any():
+            continue
+        keep = torch.nonzero(~gone).flatten()
+        if name in graph.wirings:
+            module: Any = model.get_submodule(name)
+            (module.keep_outputs if dim == OUT else module.keep_inputs)(keep.tolist())
+        else:
+            cuts.setdefault(name, {})[dim] = keep
+    homes = homes_of(model)
+    for name, dims in cuts.items():
+        old = tensor_of(model, name)
+        new = old.detach()
+        for dim, keep in dims.items():
+            new = new.index_select(dim, keep.to(old.device))
+        replace_tensor(homes[id(old)], new)
+    for block in graph.blocks:
+        left = int((~dead[graph.places[block.place]]).sum()) // block.per
+        setattr(model.get_submodule(block.module), block.attribute, left)
+    for name in {name.rpartition(".")[0] for name in cuts}:
+        resize(model.get_submodule(name))
+
+
+def resize(module: Any) -> None:
+    """Makes a module's size attributes those of its tensors."""
+    bases = {base.__name__ for base in type(module).__mro__}
+    for base, attributes in SIZES.items():
+        if base not in bases or (base == "_ConvNd" and "_ConvTransposeNd" in bases):
+            continue
+        for attribute, (tensor, dim) in attributes.items():
+            its = getattr(module, tensor, None)
+            if tensor == "weight" and its is None:
+                its = getattr(module, "running_mean", None)
+            if isinstance(its, Tensor) and hasattr(module, attribute):
+                times = getattr(module, "groups", 1) if (base, dim) == ("_ConvNd", 1) else 1
+                setattr(module, attribute, its.shape[dim] * times)
+    if isinstance(getattr(module, "normalized_shape", None), tuple) and isinstance(module.weight, Tensor):
+        module.normalized_shape = tuple(module.weight.shape)
 
 
 def spare_last(graph: ChannelGraph, dead: Tensor) -> Tensor:
     """Every place keeps at least one channel, dead or not: no layer ends with none."""
     dead = dead.clone()
-    for channels in graph.places().values():
+    for channels in graph.places.values():
         if dead[channels].all():
             dead[channels[0]] = False
     return dead
 
 
-def _cut_loose(model: nn.Module, name: str, dim: int, keep: Tensor, renewed: Renewed) -> None:
-    tensor = _tensor(model, name)
-    module, attribute = owner(model, name)
-    put(module, attribute, tensor.detach().index_select(dim, keep.to(tensor.device)), renewed)
-    if isinstance(module, nn.PReLU):
-        module.num_parameters = len(keep)
+def homes_of(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
+    """Where each parameter and buffer is, by its identity: under every name that it has."""
+    homes: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is not None:
+                homes.setdefault(id(tensor), []).append((module, name))
+    return homes
+
+
+def replace_tensor(homes: list[tuple[nn.Module, str]], new: Tensor) -> None:
+    """Puts a tensor in the place of another, wherever that is."""
+    renewed = Renewed()
+    for module, name in homes:
+        known = renewed.get(getattr(module, name))
+        if known is not None:
+            setattr(module, name, known)
+        else:
+            put(module, name, new, renewed)
+
+
+def _unwire(module: Any, side: int, gone: Tensor) -> None:
+    lost = gone.tolist()
+    source = [-1 if s >= 0 and lost[s if side == IN else j] else s for j, s in enumerate(module.source)]
+    module.arrange(module.in_channels, source)
 
 
 def owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
@@ -68,7 +126,7 @@ def owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     return model.get_submodule(prefix), attribute
 
 
-def _tensor(model: nn.Module, name: str) -> Tensor:
+def tensor_of(model: nn.Module, name: str) -> Tensor:
     module, attribute = owner(model, name)
     tensor = getattr(module, attribute)
     assert isinstance(tensor, Tensor)

@@ -13,6 +13,7 @@ from deephoyer.structure.compact import dead_channels
 from deephoyer.structure.coupled import Coupled, clean_copy
 from deephoyer.structure.equality import same
 from deephoyer.structure.fold_constants import fold
+from deephoyer.structure.remove import zero
 
 
 def tidy(model: nn.Module, example_inputs: Examples, *, groups: Coupled | None = None) -> nn.Module:
@@ -32,7 +33,7 @@ def tidy(model: nn.Module, example_inputs: Examples, *, groups: Coupled | None =
     graph = (groups or Coupled(model, example_inputs)).graph
     made = clean_copy(model)
     fold(made, example_inputs)
-    dead_channels(made, graph)
+    zero(made, graph, dead_channels(made, graph))
     if made.state_dict().keys() != model.state_dict().keys() or _came_back(model, made):
         made = clean_copy(model)
     same(clean_copy(model), made, example_inputs)

@@ -1,0 +1,273 @@
+"""What layers do to channels, by the operations that they end in: products, convolutions, norms, embeddings, attention.
+
+A layer is what its tensors are used for, whichever module calls the operation. A product reads channels along the
+dimension that it sums over, and makes those of the other.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from deephoyer.structure.channel_ids import Labels
+from deephoyer.structure.operations import Operation, Part, Rule, meet, mixes
+
+
+def multiplies(n: Labels, op: Operation) -> None:
+    """x @ w: channels along the middle are read, rows of x and columns of w stay; a batch of either meets."""
+    left, right = op.args[-2:] if op.name in ("addmm", "baddbmm") else op.args[:2]
+    axes = product(n, op, left, right)
+    if op.name in ("addmm", "baddbmm"):
+        axes = meet(n, [(op.out.shape, axes), (op.args[0].shape, n.of(op.args[0]))], op.where)
+    n.set(op.out, axes)
+
+
+def product(n: Labels, op: Operation, left: Tensor, right: Tensor) -> list[Tensor]:
+    """The axes of left @ right, two tensors with as many dimensions."""
+    read(n, op, left, left.dim() - 1, right, right.dim() - 2)
+    rows, columns = n.across(left, -1), n.across(right, -2)
+    return meet(n, [([*left.shape[:-1], 1], rows), ([*right.shape[:-2], 1, right.shape[-1]], columns)], op.where)
+
+
+def read(n: Labels, op: Operation, x: Tensor, x_dim: int, w: Tensor, w_dim: int) -> None:
+    """The channels of x along one dimension are summed up, weighted with w along another."""
+    mine, theirs = n.along(x, x_dim), n.along(w, w_dim)
+    for tensor, axes in ((x, mine), (w, theirs)):
+        if axes and not n.is_weight(tensor) and not n.is_weight(w if tensor is x else x):
+            for axis in axes:
+                n.joined.fix(axis, f"{op.where} sums over them")
+    if mine and theirs:
+        first = n.line(mine[0], x_dim)
+        for tensor, dim, axes in ((x, x_dim, mine), (w, w_dim, theirs)):
+            for axis in axes:
+                n.joined.join(first, n.line(axis, dim))
+            note_reads(n, tensor, axes)
+    elif mine or theirs:
+        weight = n.is_weight(w if theirs else x)
+        for axis in mine or theirs:
+            n.joined.fix(axis, "network input" if weight else f"{op.where} meets them with a tensor of fixed size")
+        note_reads(n, w if theirs else x, mine or theirs)
+    note_writes(n, w, w_dim)
+
+
+def note_reads(n: Labels, tensor: Tensor, axes: list[Tensor]) -> None:
+    if n.is_weight(tensor):
+        n.reads.update(place for axis in axes if (place := n.place_of(axis)) is not None)
+
+
+def note_writes(n: Labels, tensor: Tensor, read_dim: int) -> None:
+    """A weight makes the channels along the dimensions that it isn't read along."""
+    if n.is_weight(tensor):
+        n.writes.update(place for axis in n.across(tensor, read_dim) if (place := n.place_of(axis)) is not None)
+
+
+def applies(n: Labels, op: Operation) -> None:
+    """aten.linear, where it isn't taken apart."""
+    x, w = op.args[:2]
+    flipped = w.t()
+    n.set(flipped, [axis.t() for axis in n.of(w)])
+    if n.is_weight(w):
+        n.set_view(flipped)
+    read(n, op, x, x.dim() - 1, flipped, 0)
+    parts: list[Part] = [([*x.shape[:-1], 1], n.across(x, -1)), ([1, w.shape[0]], n.across(flipped, 0))]
+    bias = op.argument("bias", 2)
+    if bias is not None:
+        parts.append((list(bias.shape), n.of(bias)))
+    n.set(op.out, meet(n, parts, op.where))
+
+
+# Convolutions.
+
+
+def convolves(n: Labels, op: Operation) -> None:
+    x, w, bias = op.args[:3]
+    transposed, groups = op.args[6], op.args[8]
+    for tensor in (x, w):
+        for d in range(2, tensor.dim()):
+            for axis in n.along(tensor, d):
+                n.joined.fix(axis, f"{op.where} runs over them")
+    out_dim, in_dim = (1, 0) if transposed else (0, 1)
+    if groups == 1:
+        read(n, op, x, 1, w, in_dim)
+    elif transposed:
+        n.fix([x, w], f"{op.where} is a transposed convolution in groups")
+    elif (line := _channels(n, x)) is None or n.owner(w) is None:
+        n.fix([x, w], "network input" if n.owner(w) is not None else f"{op.where} computes its weight")
+    else:
+        _in_groups(n, op, line, w, groups)
+    shape = [-1 if d == 1 else 1 for d in range(op.out.dim())]
+    made = [n.line(axis, out_dim).view(shape) for axis in n.of(w) if axis.shape[out_dim] > 1]
+    if transposed and groups > 1:
+        made = []
+    passed = [axis for axis in n.across(x, 1) if not any(s > 1 for s in axis.shape[2:])]
+    flat = [1, op.out.shape[1]] + [1] * (op.out.dim() - 2)
+    parts: list[Part] = [(flat, made), ([x.shape[0]] + [1] * (op.out.dim() - 1), passed)]
+    if bias is not None:
+        parts.append((flat, [axis.view(shape) for axis in n.of(bias)]))
+    n.set(op.out, meet(n, parts, op.where))
+
+
+def _channels(n: Labels, x: Tensor) -> Tensor | None:
+    found = n.along(x, 1)
+    if not found:
+        return None
+    first = n.line(found[0], 1)
+    for axis in found[1:]:
+        n.joined.join(first, n.line(axis, 1))
+    return first
+
+
+def by_blocks(groups: int, ins: int, outs: int) -> bool:
+    """Whether a grouped convolution loses whole groups, or the same channels of each group.
+
+    Either keeps it a grouped convolution; the one that ties fewer channels together is taken.
+    """
+    return groups >= ins // groups + outs // groups
+
+
+def _in_groups(n: Labels, op: Operation, line: Tensor, w: Tensor, groups: int) -> None:
+    """The channels of a grouped convolution that can only go together."""
+    name = n.owner(w)
+    assert name is not None
+    n.of(w)
+    outs, ins = n.places[name, 0], line
+    n.writes.add((name, 0))
+    if by_blocks(groups, len(ins), len(outs)):
+        whole = torch.cat([outs.view(groups, -1), ins.view(groups, -1)], 1)
+        n.joined.join(whole, whole[:, :1])
+        if (name, 1) in n.places:
+            n.joined.fix(n.places[name, 1], "whole groups go")
+        n.in_blocks(name, "groups", len(outs) // groups, groups)
+        return
+    for half in (outs.view(groups, -1), ins.view(groups, -1)):
+        n.joined.join(half, half[:1])
+    if (name, 1) in n.places:
+        n.joined.join(n.places[name, 1], ins.view(groups, -1)[0])
+        n.reads.add((name, 1))
+
+
+# Norms.
+
+
+def normalises_batch(n: Labels, op: Operation) -> None:
+    """Each channel by itself: weight, bias and statistics belong to the channels of dimension 1."""
+    x = op.args[0]
+    shape = [-1 if d == 1 else 1 for d in range(x.dim())]
+    axes = []
+    for axis in n.of(x):
+        if any(n.varies(axis, d) for d in range(x.dim()) if d != 1):
+            n.joined.fix(axis, f"{op.where} normalises over channels")
+        axes.append(axis)
+    parts: list[Part] = [(list(x.shape), axes)]
+    for tensor in op.given[1:]:
+        parts.append(([1, x.shape[1]] + [1] * (x.dim() - 2), [axis.view(shape) for axis in n.of(tensor)]))
+    n.set(op.outs[0], meet(n, parts, op.where))
+    for tensor in op.outs[1:]:
+        n.set(tensor, [])
+
+
+def normalises_layer(n: Labels, op: Operation) -> None:
+    """Removing a channel would change the others."""
+    x, over = op.args[0], range(-len(op.args[1]), 0)
+    for axis in n.of(x):
+        if any(n.varies(axis, d) for d in over) and n.exact:
+            n.joined.fix(axis, f"{op.where} normalises over channels")
+    scales = [(t.shape, n.of(t)) for t in op.given[1:]]
+    n.set(op.outs[0], meet(n, [(x.shape, n.of(x)), *scales], op.where))
+    for tensor in op.outs[1:]:
+        n.set(tensor, [])
+
+
+def normalises_groups(n: Labels, op: Operation) -> None:
+    """Whole groups go, and the number of groups is the module's."""
+    x, w, groups = op.args[0], op.args[1], op.args[6]
+    line = _channels(n, x)
+    name = None if w is None else n.owner(w)
+    if any(n.varies(axis, d) for axis in n.of(x) for d in range(x.dim()) if d != 1) or (line is not None and not name):
+        n.fix(op.given, f"{op.where} normalises over channels")
+    elif line is not None and name is not None:
+        blocks = line.view(groups, -1)
+        n.joined.join(blocks, blocks[:, :1])
+        n.of(w)
+        n.in_blocks(name, "num_groups", blocks.shape[1], groups)
+    shape = [-1 if d == 1 else 1 for d in range(x.dim())]
+    parts: list[Part] = [(list(x.shape), n.of(x))]
+    for tensor in op.given[1:3]:
+        parts.append(([1, x.shape[1]] + [1] * (x.dim() - 2), [axis.view(shape) for axis in n.of(tensor)]))
+    n.set(op.outs[0], meet(n, parts, op.where))
+    for tensor in op.outs[1:]:
+        n.set(tensor, [])
+
+
+def normalises_weight(n: Labels, op: Operation) -> None:
+    """Weight norm: along all dimensions but one a weight is divided by its length."""
+    v, g = op.args[:2]
+    dim = op.argument("dim", 2, 0)
+    for axis in n.of(v):
+        if axis.shape[dim] == 1:
+            n.joined.fix(axis, f"{op.where} divides by a length over them")
+    n.set(op.outs[0], meet(n, [(v.shape, n.of(v)), (g.shape, n.of(g))], op.where))
+
+
+# Embeddings and attention.
+
+
+def looks_up(n: Labels, op: Operation) -> None:
+    """The rows of a table are chosen by number and stay; its columns are channels."""
+    w, out = op.args[0], op.outs[0]
+    for axis in n.of(w):
+        if axis.shape[0] > 1:
+            n.joined.fix(axis, "rows of an embedding")
+    note_writes(n, w, 0)
+    n.set(out, [axis.view([1] * (out.dim() - 1) + [-1]) for axis in n.across(w, 0)])
+    for tensor in op.outs[1:]:
+        n.set(tensor, [])
+
+
+def attends(n: Labels, op: Operation) -> None:
+    """Fused attention: heads stay heads; within one, the width of queries and keys sets the scale and stays."""
+    query, key, value = op.args[:3]
+    mask = op.argument("attn_mask", 5 if op.name.endswith("cpu") else 3)
+    out = op.outs[0]
+    for tensor in (query, key):
+        for axis in n.along(tensor, -1):
+            n.joined.fix(axis, f"attention in {op.where} is scaled by their number")
+    if any(n.varies(axis, -2) for t in (query, key, value) for axis in n.of(t)):
+        return mixes(n, op)
+    heads = query.shape[1] if query.dim() == 4 else 1
+    parts: list[Part] = []
+    for tensor in (query, key, value):
+        axes = [axis.narrow(-2, 0, 1) for axis in n.across(tensor, -1)]
+        shape = [*tensor.shape[:-2], 1, 1]
+        if tensor.dim() == 4 and tensor.shape[1] not in (1, heads):  # grouped queries: several heads for a key
+            times = heads // tensor.shape[1]
+            axes = [a.repeat_interleave(times, 1) if a.shape[1] > 1 else a for a in axes]
+            shape[1] = heads
+        parts.append((shape, axes))
+    if isinstance(mask, Tensor):
+        parts.append((mask.shape, n.of(mask)))
+    n.heads += [axis for _, axes in parts for axis in axes]
+    columns = n.along(value, -1)
+    for axis in columns:
+        if axis.shape[-3 if out.dim() > 3 else 0] > 1:
+            n.joined.fix(axis, f"attention in {op.where} has them in every head")
+    n.set(out, [*meet(n, parts, op.where), *columns])
+    for tensor in op.outs[1:]:
+        n.set(tensor, [])
+
+
+_RULES: tuple[tuple[Rule, str], ...] = (
+    (multiplies, "mm bmm addmm baddbmm"),
+    (applies, "linear"),
+    (convolves, "convolution"),
+    (
+        normalises_batch,
+        "native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training cudnn_batch_norm "
+        "_batch_norm_with_update miopen_batch_norm",
+    ),
+    (normalises_layer, "native_layer_norm _fused_rms_norm"),
+    (normalises_groups, "native_group_norm"),
+    (normalises_weight, "_weight_norm_interface"),
+    (looks_up, "embedding _embedding_bag _embedding_bag_forward_only"),
+)
+RULES: dict[str, Rule] = {name: rule for rule, names in _RULES for name in names.split()}
