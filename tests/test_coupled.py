@@ -272,5 +272,5 @@ def test_channels_that_run_through_a_layer_left_alone_stay():
     assert len(coupled.units(find_weights(model))) == len(coupled.units()) == 12
     masks = prune(model, Density(0.5), coupled, parameters="!linear.weight")
     assert masks["layer1.0.conv1.weight"].any((1, 2, 3)).sum() == 8 and "linear.weight" not in masks
-    with pytest.raises(UserError, match="must be selected"):
+    with pytest.raises(UserError, match="must be among them"):
         coupled.units(find_weights(model, "linear.weight"))

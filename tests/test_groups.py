@@ -8,7 +8,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import deephoyer as dh
-from deephoyer.groups import Slices, SliceUnit, groupings
+from deephoyer.groups import GROUPINGS, Grouping, Slices, SliceUnit, groupings
 from deephoyer.weights import find_weights
 from test_penalties import FORMULAS, slack
 
@@ -202,6 +202,43 @@ def test_what_is_no_grouping_is_refused(choice):
         dh.Regularizer(nn.Linear(3, 2), groups=choice)
 
 
-def test_a_grouping_that_needs_the_model_says_what_to_pass():
-    with pytest.raises(dh.UserError, match=r"Pass one that is made: Coupled\(…\)"):
-        dh.prune(torch.nn.Linear(3, 2), dh.Density(0.5), "coupled")
+class Blocks(Grouping):
+    """so many neighbouring columns of a linear layer's input"""
+
+    def __init__(self, size=2):
+        self.name, self.size = f"blocks of {size}", size
+
+    def units(self, weights):
+        bins = [torch.arange(w.tensor.shape[1]) // self.size for w in weights]
+        return [
+            SliceUnit(w.name, [Slices.along(w.name, w.tensor, 1, 1, at)], count=int(at.max()) + 1)
+            for w, at in zip(weights, bins, strict=True)
+        ]
+
+
+@pytest.fixture
+def blocks():
+    GROUPINGS.add("blocks", Blocks)
+    yield
+    del GROUPINGS._makers["blocks"]
+
+
+def test_a_grouping_takes_settings_with_its_name(blocks):
+    model = nn.Linear(6, 2)
+    reg = dh.Regularizer(model, groups={"name": "blocks", "size": 3}, strength=1.0)
+    (term,) = reg.terms
+    assert_close(term.magnitudes(), torch.stack([model.weight[:, :3].norm(), model.weight[:, 3:].norm()]))
+    both = groupings([{"name": "blocks", "size": 3}, "filters"])
+    assert [g.name for g in both] == ["blocks of 3", "filters"]
+    with pytest.raises(dh.UserError, match="group 'blocks': got an unexpected keyword argument 'sizes'"):
+        groupings({"name": "blocks", "sizes": 3})
+    with pytest.raises(dh.UserError, match="need a name"):
+        groupings({"size": 3})
+
+
+def test_a_grouping_that_needs_the_graph_says_what_to_pass():
+    with pytest.raises(dh.UserError, match=r"pass Coupled\(model, example_inputs\) instead"):
+        dh.prune(nn.Linear(3, 2), dh.Density(0.5), "coupled")
+    net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+    (made,) = groupings("coupled", net, torch.zeros(1, 4))
+    assert isinstance(made, dh.Coupled)

@@ -380,7 +380,7 @@ def test_triton_tables_that_a_captured_graph_reads_are_kept_however_often_others
     with torch.no_grad():
         backend.add_grad_()
         ((plan,), _) = backend._last[1]
-        plan.tables.book.captured.append(None)  # as a capture does
+        plan.tables.pointers.captured.append(None)  # as a capture does
         for pattern in range(1, 14):
             for i, p in enumerate(model.parameters()):
                 p.requires_grad_(not pattern >> i & 1)
@@ -391,3 +391,54 @@ def test_triton_tables_that_a_captured_graph_reads_are_kept_however_often_others
 @pytest.mark.skipif(RUNS_TRITON or not HAS_TRITON, reason="Triton runs in this process, or isn't installed")
 def test_the_triton_kernels_in_the_interpreter(interpreted):
     interpreted(__file__, "triton")
+
+
+class Log(dh.Penalty):
+    """Σ log(1 + r/a)"""
+
+    def __init__(self, a=0.1):
+        self.a = a
+
+    def value(self, r):
+        return (1 + r / self.a).log().sum()
+
+    def slope(self, r):
+        return 1 / (self.a + r)
+
+
+class SeparableLog(Log):
+    separable = True
+
+
+def test_a_penalty_that_declares_it_is_separable_takes_the_fast_path_with_the_same_gradient():
+    model = nn.Linear(30, 20)
+    plain, fast = (dh.Regularizer(model, SeparableLog(), backend=b, strength=0.1) for b in ("plain", "foreach"))
+    gradients = []
+    for reg in (plain, fast):
+        model.weight.grad = torch.zeros_like(model.weight)
+        reg.add_grad_()
+        gradients.append(model.weight.grad)
+    torch.testing.assert_close(*gradients)
+    assert fast.stats()["backend"] == {"foreach": 1.0}
+
+
+def test_a_penalty_without_a_fast_path_says_so_and_gives_the_same_gradient():
+    model = nn.Linear(3, 2)
+    with pytest.warns(UserWarning, match="Log on elements has no fast path") as caught:
+        dh.Regularizer(model, Log(), backend="foreach", strength=1.0).add_grad_()
+    assert len(caught) == 1
+    w = model.weight.detach()
+    torch.testing.assert_close(model.weight.grad, w.sign() / (0.1 + w.abs()))
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="for Triton")
+def test_a_subclass_does_not_inherit_its_parents_triton_slope():
+    from deephoyer.kernels.triton_slopes import SLOPES, kind_of
+
+    class Doubled(dh.L1):
+        def slope(self, r):
+            return 2 * super().slope(r)
+
+    assert kind_of(Doubled()) is None
+    made = [dh.L1(), dh.Hoyer(), dh.HoyerSquare(), dh.TransformedL1(), dh.SCAD(), dh.MCP()]
+    assert [SLOPES[kind_of(p)[0]] for p in made] == [p.device_slope for p in made]

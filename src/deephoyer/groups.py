@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from deephoyer.errors import UserError
 from deephoyer.penalties import wide
@@ -185,6 +186,9 @@ class Grouping:
     needs_graph: bool = False
     """Whether it is made from a model and example inputs, and not from settings alone."""
 
+    needs_graph = False
+    """It is made from the model and example inputs, which come before its settings."""
+
     def units(self, weights: Sequence[Weight]) -> list[Unit]:
         raise NotImplementedError
 
@@ -248,18 +252,23 @@ GROUPINGS: Registry[Grouping] = Registry("group", "groups")
 GROUPINGS.add("elements", Elements)
 GROUPINGS.add("filters", Filters)
 GROUPINGS.add("channels", Channels)
+GROUPINGS.add("coupled", "deephoyer.structure.coupled:Coupled")
+
+Kinds = str | Grouping | Mapping[str, Any] | Iterable[str | Grouping | Mapping[str, Any]]
 
 
-def groupings(choice: str | Grouping | Iterable[str | Grouping]) -> list[Grouping]:
-    """`"filters+channels"`, a grouping, or several of either, as a list of groupings.
+def groupings(choice: Kinds, model: nn.Module | None = None, example_inputs: Any = None) -> list[Grouping]:
+    """`"filters+channels"`, a grouping, `{"name": …, …settings}`, or several of these, as a list of groupings.
+
+    Those that need the network's graph are made from the model and the example inputs.
 
     >>> [g.name for g in groupings("filters+channels")]
     ['filters', 'channels']
     """
-    if isinstance(choice, Grouping):
-        return [choice]
+    if isinstance(choice, (Grouping, Mapping)):
+        choice = [choice]
     parts = choice.split("+") if isinstance(choice, str) else list(choice) if isinstance(choice, Iterable) else [choice]
-    chosen = [GROUPINGS.make(p.strip() if isinstance(p, str) else p) for p in parts]
+    chosen = [_grouping(p.strip() if isinstance(p, str) else p, model, example_inputs) for p in parts]
     for part in chosen:
         if not isinstance(part, Grouping):
             raise UserError(f"groups: {part!r} is neither a grouping nor the name of one; Filters() is.")
@@ -267,6 +276,16 @@ def groupings(choice: str | Grouping | Iterable[str | Grouping]) -> list[Groupin
     if len(set(names)) < len(names) or not names:
         raise UserError(f"groups: {choice!r} must name at least one kind of group, and each once.")
     return chosen
+
+
+def _grouping(part: Any, model: nn.Module | None, example_inputs: Any) -> Grouping:
+    name = part.get("name") if isinstance(part, Mapping) else part
+    if not (isinstance(name, str) and name in GROUPINGS and getattr(GROUPINGS[name], "needs_graph", False)):
+        return GROUPINGS.make(part)
+    if model is None or example_inputs is None:
+        cls = GROUPINGS[name].__name__
+        raise UserError(f"groups: {name!r} needs the network's graph: pass {cls}(model, example_inputs) instead.")
+    return GROUPINGS.make(part, model=model, example_inputs=example_inputs)
 
 
 def _product(numbers: Iterable[int]) -> int:

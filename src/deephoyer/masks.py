@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from deephoyer.errors import UserError
-from deephoyer.groups import Grouping, Unit, groupings
+from deephoyer.groups import Kinds, Unit, groupings
 from deephoyer.kernels.zeroing import Zeroing, laid_like
 from deephoyer.optimizers import bare
 from deephoyer.rules import Rule, Scores
@@ -173,7 +173,7 @@ class Empties(UserError):
 def prune(
     model: nn.Module,
     rule: Rule,
-    groups: str | Grouping | Iterable[str | Grouping] = "elements",
+    groups: Kinds = "elements",
     parameters: str | Iterable[str] | None = None,
     allow_empty: bool = False,
     multiple: int = 1,
@@ -259,7 +259,7 @@ def rounded(keep: Tensor, score: Tensor, multiple: int) -> Tensor:
 
 def scored(
     model: nn.Module,
-    groups: str | Grouping | Iterable[str | Grouping],
+    groups: Kinds,
     parameters: str | Iterable[str] | None = None,
     score: str | Score = "magnitude",
     batches: Iterable[Any] | None = None,

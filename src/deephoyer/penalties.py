@@ -32,12 +32,28 @@ def _ratio(a: Tensor, b: Tensor) -> Tensor:
 
 
 class Penalty:
-    """A function of the magnitudes alone. A new one needs `value` and `slope`, and a line in `PENALTIES`."""
+    """A function of the magnitudes alone. A new one needs `value` and `slope`, and a line in `PENALTIES`.
+
+    What it declares opens fast paths; without any of it all works, term by term.
+    """
+
+    separable = False
+    """The slope at a magnitude depends on that magnitude alone, so that blocks of weights can be done one by one."""
+
+    scale_free = False
+    """The value stays when all magnitudes grow alike, and `line` gives the slope."""
+
+    device_slope: str | None = None
+    """The name of its slope in `kernels/triton_slopes.py`. A subclass does not inherit it: its slope may differ."""
 
     def value(self, r: Tensor) -> Tensor:
         raise NotImplementedError
 
     def slope(self, r: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def line(self, s1: Tensor, s2: Tensor) -> tuple[Tensor, Tensor]:
+        """Of a scale-free penalty: A and B of its slope A − B·r, from Σr and Σr²."""
         raise NotImplementedError
 
     def coefficient(self, r: Tensor) -> Tensor:
@@ -55,6 +71,9 @@ class Penalty:
 class L1(Penalty):
     """Σr: shrinks every magnitude at the same speed; on filters or channels it is the group lasso."""
 
+    separable = True
+    device_slope = "l1"
+
     def value(self, r: Tensor) -> Tensor:
         return r.sum()
 
@@ -65,9 +84,7 @@ class L1(Penalty):
 class ScaleFree(Penalty):
     """The Hoyer family: made of S₁ = Σr and S₂ = Σr² only, so its slope is a line A − B·r in r."""
 
-    def line(self, s1: Tensor, s2: Tensor) -> tuple[Tensor, Tensor]:
-        """A and B, from the two sums."""
-        raise NotImplementedError
+    scale_free = True
 
     def slope(self, r: Tensor) -> Tensor:
         a, b = self.line(r.sum(), r.square().sum())
@@ -76,6 +93,8 @@ class ScaleFree(Penalty):
 
 class Hoyer(ScaleFree):
     """Σr / √Σr²: between 1 and √n, blind to scale."""
+
+    device_slope = "hoyer"
 
     def value(self, r: Tensor) -> Tensor:
         norm = torch.linalg.vector_norm(r)
@@ -89,6 +108,8 @@ class Hoyer(ScaleFree):
 class HoyerSquare(ScaleFree):
     """(Σr)² / Σr²: between 1 and n, blind to scale, least where few magnitudes carry all the weight."""
 
+    device_slope = "hoyer-square"
+
     def value(self, r: Tensor) -> Tensor:
         s1, s2 = r.sum(), r.square().sum()
         return s1 * _ratio(s1, s2)
@@ -100,6 +121,9 @@ class HoyerSquare(ScaleFree):
 
 class TransformedL1(Penalty):
     """Σ (a+1)r / (a+r): between l1 (large a) and a count of nonzeros (small a)."""
+
+    separable = True
+    device_slope = "transformed-l1"
 
     def __init__(self, a: float = 1.0):
         self.a = _positive("transformed-l1", "a", a)
@@ -113,6 +137,9 @@ class TransformedL1(Penalty):
 
 class SCAD(Penalty):
     """l1 up to λ, flat beyond aλ, a parabola between (Fan & Li 2001); divided by λ, so the slope at 0 is 1."""
+
+    separable = True
+    device_slope = "scad"
 
     def __init__(self, lam: float = 0.1, a: float = 3.7):
         self.lam = _positive("scad", "lam", lam)
@@ -130,6 +157,9 @@ class SCAD(Penalty):
 
 class MCP(Penalty):
     """A slope of 1 at 0 that falls to 0 at γλ and stays there (Zhang 2010); divided by λ."""
+
+    separable = True
+    device_slope = "mcp"
 
     def __init__(self, lam: float = 0.1, gamma: float = 3.0):
         self.lam = _positive("mcp", "lam", lam)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
 from typing import Any, Generic, TypeVar
 
 from deephoyer.errors import UserError, unknown
@@ -16,9 +17,10 @@ class Registry(Generic[T]):
 
     def __init__(self, kind: str, plural: str):
         self.kind, self.plural = kind, plural
-        self._makers: dict[str, Callable[..., T]] = {}
+        self._makers: dict[str, Callable[..., T] | str] = {}
 
-    def add(self, name: str, maker: Callable[..., T]) -> None:
+    def add(self, name: str, maker: Callable[..., T] | str) -> None:
+        """`maker` may be written "package.module:name", which is loaded when it is asked for."""
         self._makers[name] = maker
 
     def __iter__(self) -> Iterator[str]:
@@ -30,10 +32,19 @@ class Registry(Generic[T]):
     def __getitem__(self, name: str) -> Callable[..., T]:
         if name not in self._makers:
             raise unknown(self.kind, name, self, f"`deephoyer list {self.plural}` shows all.")
-        return self._makers[name]
+        maker = self._makers[name]
+        if isinstance(maker, str):
+            module, _, attribute = maker.partition(":")
+            maker = self._makers[name] = getattr(import_module(module), attribute)
+        return maker
 
     def make(self, choice: Any, **settings: Any) -> T:
-        """The thing called `choice`; a choice that is not a name is taken to be the thing itself."""
+        """The thing called `choice`, or `{"name": choice, …settings}`; anything else is the thing itself."""
+        if isinstance(choice, Mapping):
+            settings = {**choice, **settings}
+            choice = settings.pop("name", None)
+            if not isinstance(choice, str):
+                raise UserError(f"{self.kind}: settings {sorted(settings)} need a name: {{name: …, …}}.")
         if not isinstance(choice, str):
             if settings:
                 raise UserError(f"{self.kind}: settings {sorted(settings)} need a name, not {choice!r}.")
@@ -49,4 +60,4 @@ class Registry(Generic[T]):
 
     def describe(self) -> list[tuple[str, str]]:
         """A line a name: the first line of each maker's docstring."""
-        return [(name, (inspect.getdoc(maker) or "").split("\n")[0]) for name, maker in self._makers.items()]
+        return [(name, (inspect.getdoc(self[name]) or "").split("\n")[0]) for name in self]

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from deephoyer import strength as strengths
 from deephoyer.errors import UserError, not_negative, unknown
-from deephoyer.groups import Grouping, Unit, groupings
-from deephoyer.kernels import Scale, Term, choose
+from deephoyer.groups import Kinds, Unit, groupings
+from deephoyer.kernels import choose
 from deephoyer.optimizers import bare
-from deephoyer.penalties import PENALTIES, HoyerSquare, Penalty, ScaleFree, hoyer_measure, trimming_threshold
+from deephoyer.penalties import PENALTIES, HoyerSquare, Penalty, hoyer_measure, trimming_threshold
+from deephoyer.terms import Scale, Term
 from deephoyer.weights import find_weights, left_out, told
 
 WEIGHINGS = ("alike", "size")
@@ -44,7 +45,7 @@ class Regularizer:
         self,
         model: nn.Module,
         penalty: str | Penalty = "hoyer-square",
-        groups: str | Grouping | Iterable[str | Grouping] = "elements",
+        groups: Kinds = "elements",
         strength: Any = 1e-4,
         parameters: str | Iterable[str] | None = None,
         backend: str = "auto",
@@ -257,7 +258,7 @@ def _factors(penalty: Penalty, units: list[Unit]) -> list[float]:
     scale has a slope p' that falls as 1 / r on top of that.
     """
     sizes = [unit.sizes().double().mean().item() for unit in units]
-    power = 1.0 if isinstance(penalty, ScaleFree) else 0.5
+    power = 1.0 if penalty.scale_free else 0.5
     return [(size / min(sizes)) ** power for size in sizes]
 
 

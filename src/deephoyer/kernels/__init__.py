@@ -10,15 +10,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from deephoyer.errors import unknown
-from deephoyer.kernels.plain import Plain, Scale, Term
-
-__all__ = ["BACKENDS", "Backend", "Scale", "Term", "choose"]
+from deephoyer.kernels.foreach import Foreach
+from deephoyer.kernels.plain import Plain
+from deephoyer.terms import Term
 
 BACKENDS = ("auto", "plain", "foreach", "triton")
 
@@ -40,16 +42,36 @@ def choose(terms: Sequence[Term], backend: str = "auto") -> Backend:
     """The backend of that name, for these terms."""
     if backend not in BACKENDS:
         raise unknown("backend", backend, BACKENDS)
-    if backend == "plain":
-        return Plain(terms)
-    if backend == "auto":
-        from deephoyer.kernels.auto import Auto
-
-        return Auto(terms)
     if backend == "triton":
         from deephoyer.kernels.triton import Triton
 
         return Triton(terms)
-    from deephoyer.kernels.foreach import Foreach
+    return Auto(terms) if backend == "auto" else Plain(terms) if backend == "plain" else Foreach(terms)
 
-    return Foreach(terms)
+
+class Auto:
+    """Triton where all weights are on CUDA and it is installed, else plain PyTorch; chosen anew when they moved."""
+
+    def __init__(self, terms: Sequence[Term]):
+        self.terms = list(terms)
+        self._first: torch.device | None = None
+        self._chosen: Backend | None = None
+
+    @property
+    def name(self) -> str:
+        return self._now().name
+
+    def add_grad_(self, times: Tensor | None = None) -> None:
+        self._now().add_grad_(times)
+
+    def shares(self) -> dict[str, int]:
+        """How many terms each backend works on."""
+        return self._now().shares()
+
+    def _now(self) -> Backend:
+        first = self.terms[0].unit.tensors[0].device if self.terms else None
+        if self._chosen is None or first != self._first:  # a model moves as a whole
+            places = {t.device.type for term in self.terms for t in term.unit.tensors}
+            on_cuda = places == {"cuda"} and importlib.util.find_spec("triton") is not None
+            self._first, self._chosen = first, choose(self.terms, "triton" if on_cuda else "foreach")
+        return self._chosen

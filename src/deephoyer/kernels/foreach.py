@@ -12,10 +12,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from deephoyer.kernels.layout import Matrix, flat
-from deephoyer.kernels.passes import Passes, Plan
-from deephoyer.kernels.tensor_pairs import Pairs
-from deephoyer.penalties import Penalty, ScaleFree, wide
+from deephoyer.kernels.layout import Matrix, Pairs, flat
+from deephoyer.kernels.passes import DevicePlan, Passes
+from deephoyer.penalties import Penalty, wide
 
 
 class Foreach(Passes):
@@ -25,7 +24,7 @@ class Foreach(Passes):
     cpu_block = 1 << 19
     device_block = 1 << 24
 
-    def element_sums(self, plan: Plan, pairs: Pairs) -> Tensor:
+    def element_sums(self, plan: DevicePlan, pairs: Pairs) -> Tensor:
         sums: list[Tensor] = []
         for element in plan.elements:
             weight = flat(pairs[element.at][0])
@@ -34,7 +33,7 @@ class Foreach(Passes):
                 sums.append(each[0] if len(each) == 1 else torch.stack(each).sum())
         return torch.stack([s.to(plan.dtype) for s in sums]).view(-1, 2).t()
 
-    def add_elements_(self, plan: Plan, pairs: Pairs, sums: Tensor | None, times: Tensor | None) -> None:
+    def add_elements_(self, plan: DevicePlan, pairs: Pairs, sums: Tensor | None, times: Tensor | None) -> None:
         scales = torch.stack([e.term.scale.to(plan.dtype) for e in plan.elements])
         if times is not None:
             scales = scales * times.to(scales)
@@ -44,13 +43,13 @@ class Foreach(Passes):
             assert grad is not None
             penalty = element.term.penalty
             for x, y in zip(self._blocks(flat(weight)), self._blocks(flat(grad)), strict=True):
-                if isinstance(penalty, ScaleFree):
+                if penalty.scale_free:
                     a, b = lines[id(penalty)]
                     self.add_line_(x, y, a[i], b[i])
                 else:
                     self.add_slope_(x, y, penalty, scales[i])
 
-    def slice_squares(self, plan: Plan, pairs: Pairs) -> Tensor:
+    def slice_squares(self, plan: DevicePlan, pairs: Pairs) -> Tensor:
         assert plan.slices is not None
         squares = torch.zeros(plan.slices.slices, dtype=plan.dtype, device=plan.device)
         for piece in plan.pieces:
@@ -68,7 +67,7 @@ class Foreach(Passes):
                 squares[piece.column : piece.column + each.numel()] = each
         return squares
 
-    def add_slices_(self, plan: Plan, pairs: Pairs, squares: Tensor, times: Tensor | None) -> None:
+    def add_slices_(self, plan: DevicePlan, pairs: Pairs, squares: Tensor, times: Tensor | None) -> None:
         assert plan.slices is not None
         c = plan.slices.coefficients(squares, times)
         for piece in reversed(plan.pieces):
@@ -144,11 +143,11 @@ class Foreach(Passes):
 Numbers = Sequence[float] | Sequence[Tensor]
 
 
-def _lines(plan: Plan, sums: Tensor | None, scales: Tensor) -> dict[int, tuple[Numbers, Numbers]]:
+def _lines(plan: DevicePlan, sums: Tensor | None, scales: Tensor) -> dict[int, tuple[Numbers, Numbers]]:
     """For each penalty A and B of all tensors, times their scales; as numbers where reading them does not wait."""
     lines: dict[int, tuple[Numbers, Numbers]] = {}
     for penalty in {id(e.term.penalty): e.term.penalty for e in plan.elements}.values():
-        if isinstance(penalty, ScaleFree) and sums is not None:
+        if penalty.scale_free and sums is not None:
             a, b = (scales * part for part in penalty.line(sums[0], sums[1]))
             lines[id(penalty)] = (a.tolist(), b.tolist()) if a.is_cpu else (a.unbind(), b.unbind())
     return lines

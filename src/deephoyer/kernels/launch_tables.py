@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deephoyer.kernels.layout import Matrix
-from deephoyer.kernels.passes import Piece, Plan
-from deephoyer.kernels.tensor_pairs import Pairs
+from deephoyer.kernels.layout import Matrix, Pairs
+from deephoyer.kernels.passes import DevicePlan, Piece
 
 # For models under 2²³ weights, under 2²⁷, and above: small ones need many small programs to fill a device.
 CHUNKS = (4096, 8192, 16384)
@@ -62,7 +61,7 @@ class TileTable:
     starts: Tensor
 
 
-def chunk_table(plan: Plan, pairs: Pairs, aligned: Sequence[bool]) -> ChunkTable:
+def chunk_table(plan: DevicePlan, pairs: Pairs, aligned: Sequence[bool]) -> ChunkTable:
     lengths = [pairs[e.at][0].numel() for e in plan.elements]
     chunk = _by_size(sum(lengths), CHUNKS)
     keys = []
@@ -80,7 +79,7 @@ def chunk_table(plan: Plan, pairs: Pairs, aligned: Sequence[bool]) -> ChunkTable
     )  # fmt: skip
 
 
-def tile_table(plan: Plan, pairs: Pairs, aligned: Sequence[bool], width: int, block: int) -> TileTable:
+def tile_table(plan: DevicePlan, pairs: Pairs, aligned: Sequence[bool], width: int, block: int) -> TileTable:
     assert plan.slices is not None
     tall = _by_size(sum(pairs[p.at][0].numel() for p in plan.pieces), TALLS)
     keys, counts = [], []

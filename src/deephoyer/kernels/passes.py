@@ -7,6 +7,7 @@ unknown penalty on elements, overlapping index groups, memory that doesn't lie a
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,12 +16,12 @@ import torch
 from torch import Tensor
 
 from deephoyer.groups import ElementUnit, SliceUnit
-from deephoyer.kernels.layout import Matrix, matrix, walks_alike
-from deephoyer.kernels.plain import Plain, Term
-from deephoyer.kernels.sharded import Reduction, offsets, same_cut
-from deephoyer.kernels.slices import SEPARABLE, Face, SlicePlan, face_dim
-from deephoyer.kernels.tensor_pairs import Pairs, pairs_of
-from deephoyer.penalties import Penalty, ScaleFree
+from deephoyer.kernels.layout import Matrix, Pairs, matrix, pairs_of, walks_alike
+from deephoyer.kernels.plain import Plain
+from deephoyer.kernels.slices import Face, SlicePlan, face_dim
+from deephoyer.penalties import Penalty
+from deephoyer.sharded import Reduction, offsets, same_cut
+from deephoyer.terms import Term
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +43,7 @@ class Piece:
 
 
 @dataclass(eq=False)
-class Plan:
+class DevicePlan:
     """What is to be done on one device."""
 
     device: torch.device
@@ -63,30 +64,30 @@ class Passes:
     def __init__(self, terms: Sequence[Term]):
         self.terms = list(terms)
         self.tensors = list({id(t): t for term in terms for t in term.unit.tensors}.values())
-        self._plans: dict[Any, tuple[list[Plan], Plain]] = {}
-        self._last: tuple[Any, tuple[list[Plan], Plain]] = (None, ([], Plain([])))
+        self._plans: dict[Any, tuple[list[DevicePlan], Plain]] = {}
+        self._last: tuple[Any, tuple[list[DevicePlan], Plain]] = (None, ([], Plain([])))
 
     # For backends
 
     def takes(self, penalty: Penalty, element_wise: bool) -> bool:
         """Whether this backend has the penalty."""
-        return not element_wise or isinstance(penalty, (ScaleFree, *SEPARABLE))
+        return not element_wise or penalty.separable or penalty.scale_free
 
-    def element_sums(self, plan: Plan, pairs: Pairs) -> Tensor:
+    def element_sums(self, plan: DevicePlan, pairs: Pairs) -> Tensor:
         """Σ|w| and Σw² of each element-wise term, as [2, terms]."""
         raise NotImplementedError
 
-    def slice_squares(self, plan: Plan, pairs: Pairs) -> Tensor:
+    def slice_squares(self, plan: DevicePlan, pairs: Pairs) -> Tensor:
         """The squared norm of each slice; 0 for slices on other processes."""
         raise NotImplementedError
 
-    def add_elements_(self, plan: Plan, pairs: Pairs, sums: Tensor | None, times: Tensor | None) -> None:
+    def add_elements_(self, plan: DevicePlan, pairs: Pairs, sums: Tensor | None, times: Tensor | None) -> None:
         raise NotImplementedError
 
-    def add_slices_(self, plan: Plan, pairs: Pairs, squares: Tensor, times: Tensor | None) -> None:
+    def add_slices_(self, plan: DevicePlan, pairs: Pairs, squares: Tensor, times: Tensor | None) -> None:
         raise NotImplementedError
 
-    def captured(self, plan: Plan) -> bool:
+    def captured(self, plan: DevicePlan) -> bool:
         """Whether a captured graph may go on reading the plan's tables: then they must stay."""
         return False
 
@@ -100,7 +101,7 @@ class Passes:
         if rest.terms:
             rest.add_grad_(times)
 
-    def _run(self, plan: Plan, pairs: Pairs, times: Tensor | None) -> None:
+    def _run(self, plan: DevicePlan, pairs: Pairs, times: Tensor | None) -> None:
         sums = self.element_sums(plan, pairs) if plan.wants_sums else None
         squares = self.slice_squares(plan, pairs) if plan.slices else None
         if plan.reduction.steps:
@@ -120,8 +121,8 @@ class Passes:
 
     # Sorting the terms
 
-    def _sorted(self, pairs: Pairs) -> tuple[list[Plan], Plain]:
-        key = pairs.looks()
+    def _sorted(self, pairs: Pairs) -> tuple[list[DevicePlan], Plain]:
+        key = pairs.signature()
         if key != self._last[0]:
             if key not in self._plans:
                 if len(self._plans) > 8:
@@ -130,7 +131,7 @@ class Passes:
             self._last = key, self._plans[key]
         return self._last[1]
 
-    def _sort(self, pairs: Pairs) -> tuple[list[Plan], Plain]:
+    def _sort(self, pairs: Pairs) -> tuple[list[DevicePlan], Plain]:
         number = {id(t): i for i, t in enumerate(self.tensors)}
         fits = [self._fits(*pair, tensor) for pair, tensor in zip(pairs, self.tensors, strict=True)]
         by_device: dict[torch.device, list[Term]] = {}
@@ -141,6 +142,13 @@ class Passes:
             devices = {pairs[i][0].device for i in places}
             fast = len(devices) == 1 and all(fits[i] for i in places) and self._knows(term, pairs, places, split_by)
             (by_device.setdefault(devices.pop(), []) if fast else rest).append(term)
+        for penalty in {type(t.penalty): t.penalty for t in rest if type(t.unit) is ElementUnit}.values():
+            if not self.takes(penalty, element_wise=True):
+                warnings.warn(  # Python shows the same words once
+                    f"{type(penalty).__name__} on elements has no fast path ({self.name}): it declares none, so its "
+                    "gradient is computed tensor by tensor, with temporaries as large as the weights.",
+                    stacklevel=2,
+                )
         plans = [self._plan(device, terms, pairs, number) for device, terms in by_device.items()]
         return plans, Plain(rest)
 
@@ -167,7 +175,7 @@ class Passes:
                 return False
         return True
 
-    def _plan(self, device: torch.device, terms: list[Term], pairs: Pairs, number: dict[int, int]) -> Plan:
+    def _plan(self, device: torch.device, terms: list[Term], pairs: Pairs, number: dict[int, int]) -> DevicePlan:
         used = {number[id(t)] for term in terms for t in term.unit.tensors}
         double = any(pairs[i][0].dtype == torch.float64 for i in used)
         dtype = torch.float64 if double else torch.float32
@@ -175,11 +183,11 @@ class Passes:
         sliced = [t for t in terms if type(t.unit) is not ElementUnit]
         slices = SlicePlan(sliced, device, dtype) if sliced else None
         faces = list(slices.faces.values()) if slices else []
-        wants_sums = any(isinstance(e.term.penalty, ScaleFree) for e in elements)
+        wants_sums = any(e.term.penalty.scale_free for e in elements)
         lengths = ([1] * 2 * len(elements) if wants_sums else []) + [f.count for f in faces]
         owners = [e.term.unit.tensors[0] for e in elements] * (2 if wants_sums else 0) + [f.tensor for f in faces]
         reduction = Reduction.of(owners, lengths, device)
-        return Plan(device, dtype, elements, slices, _pieces(faces, pairs, number), reduction, wants_sums)
+        return DevicePlan(device, dtype, elements, slices, _pieces(faces, pairs, number), reduction, wants_sums)
 
 
 def _pieces(faces: list[Face], pairs: Pairs, number: dict[int, int]) -> list[Piece]:

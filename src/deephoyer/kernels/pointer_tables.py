@@ -18,7 +18,7 @@ AT_HAND = 32
 
 
 @dataclass(frozen=True, eq=False)
-class Addresses:
+class PointerTable:
     """Sections of one table; `staged` is the memory it is copied from, which a captured copy reads again."""
 
     sections: list[Tensor]
@@ -26,12 +26,12 @@ class Addresses:
 
 
 @dataclass(eq=False)
-class AddressBook:
-    """The tables in use."""
+class PointerTables:
+    """The tables in use on a device."""
 
     device: torch.device
-    kept: dict[Any, Addresses] = field(default_factory=dict)
-    captured: list[Addresses] = field(default_factory=list)
+    kept: dict[Any, PointerTable] = field(default_factory=dict)
+    captured: list[PointerTable] = field(default_factory=list)
     spare: dict[int, list[Tensor]] = field(default_factory=dict)
 
     def table(self, sections: tuple[tuple[int, ...], ...]) -> list[Tensor]:
@@ -46,19 +46,19 @@ class AddressBook:
             self.captured.append(found)
         return found.sections
 
-    def _keep(self, sections: tuple[tuple[int, ...], ...], made: Addresses) -> None:
+    def _keep(self, sections: tuple[tuple[int, ...], ...], made: PointerTable) -> None:
         if len(self.kept) >= 16:
             self.kept.pop(next(iter(self.kept)))
         self.kept[sections] = made
 
-    def _upload(self, sections: tuple[tuple[int, ...], ...], capturing: bool) -> Addresses:
+    def _upload(self, sections: tuple[tuple[int, ...], ...], capturing: bool) -> PointerTable:
         padded = [[*s, *([0] * (-len(s) % 2))] for s in sections]  # sections start at 16 bytes
         numbers = torch.tensor([n for s in padded for n in s], dtype=torch.int64)
         staged = self._staging(len(numbers), capturing)
         staged.copy_(numbers)
         whole = staged.to(self.device, non_blocking=True, copy=True)
         parts = whole.split([len(s) for s in padded])
-        return Addresses(list(parts), staged)
+        return PointerTable(list(parts), staged)
 
     def _staging(self, length: int, capturing: bool) -> Tensor:
         """Pinned memory. Some is kept at hand, for allocating it while a graph is captured may not be allowed."""

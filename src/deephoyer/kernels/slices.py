@@ -15,10 +15,8 @@ import torch
 from torch import Tensor
 
 from deephoyer.groups import Slices, SliceUnit, Unit
-from deephoyer.kernels.plain import Term
-from deephoyer.penalties import L1, MCP, SCAD, Penalty, ScaleFree, TransformedL1
-
-SEPARABLE = (L1, TransformedL1, SCAD, MCP)  # the slope at r depends on that r alone
+from deephoyer.penalties import Penalty
+from deephoyer.terms import Term
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,12 +101,12 @@ class SlicePlan:
 
     def _slopes(self, r: Tensor) -> Tensor:
         penalty = one_penalty(self.terms)
-        if isinstance(penalty, ScaleFree):
+        if penalty is not None and penalty.scale_free:
             s1 = torch.segment_reduce(r, "sum", lengths=self.unit_lengths, unsafe=True)
             s2 = torch.segment_reduce(r.square(), "sum", lengths=self.unit_lengths, unsafe=True)
             a, b = penalty.line(s1, s2)
             return a[self.unit_of] - b[self.unit_of] * r
-        if isinstance(penalty, SEPARABLE):
+        if penalty is not None and penalty.separable:
             return penalty.slope(r)
         return torch.cat([t.penalty.slope(x) for t, x in zip(self.terms, r.split(self.lengths), strict=True)])
 

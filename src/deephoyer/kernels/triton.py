@@ -8,7 +8,8 @@ no waiting for the device, and no atomics. This file launches; the device code i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,14 +17,14 @@ from typing import Any
 import torch
 import triton.language as tl
 from torch import Tensor
+from triton.compiler import CompiledKernel
 
 from deephoyer.kernels import triton_elements, triton_slices
 from deephoyer.kernels.launch_tables import ChunkTable, TileTable, chunk_table, tile_table
-from deephoyer.kernels.launcher import Launcher
-from deephoyer.kernels.passes import Passes, Plan
-from deephoyer.kernels.pointer_tables import AddressBook
+from deephoyer.kernels.layout import Pairs
+from deephoyer.kernels.passes import DevicePlan, Passes
+from deephoyer.kernels.pointer_tables import PointerTables
 from deephoyer.kernels.slices import one_penalty
-from deephoyer.kernels.tensor_pairs import Pairs
 from deephoyer.kernels.triton_slopes import kind_of
 from deephoyer.penalties import Penalty
 
@@ -35,7 +36,35 @@ HEIGHT, WIDTH = 32, 128  # the same for slices: rows and columns
 LARGE = {"num_warps": 8, "enable_fp_fusion": True}
 SMALL = {"num_warps": 4, "enable_fp_fusion": True}
 FACE_BLOCK, FACE_DEEP = 64, 16
-Make = Callable[[Plan, Pairs, list[bool]], Any]
+Make = Callable[[DevicePlan, Pairs, list[bool]], Any]
+
+
+class Launcher:
+    """So many programs of a kernel, with its constants; one for each device and each set of types.
+
+    Triton's JIT looks at every argument of every launch to find the compiled kernel. Here that is done once, and the
+    kernel it found is launched from then on: all pointers handed in are to memory of our own, aligned alike,
+    and the whole numbers are never specialized on.
+    """
+
+    def __init__(self, kernel: Any, programs: int, constants: Mapping[str, Any], options: Mapping[str, Any]):
+        self.kernel, self.grid = kernel, (programs, 1, 1)
+        self.constants, self.options = dict(constants), dict(options)
+        order = inspect.signature(kernel.fn).parameters
+        self.values = [self.constants[name] for name in order if name in self.constants]
+        self.found: Any = None
+
+    def __deepcopy__(self, memo: Any) -> Launcher:
+        return self  # a compiled kernel can't be copied, and nothing here changes
+
+    def __call__(self, *args: Any, foreign: bool = False) -> None:
+        """`foreign` says that a tensor among the arguments is somebody else's: then the JIT must look."""
+        if self.found is not None and not foreign:
+            self.found(*args, *self.values)
+            return
+        compiled = self.kernel[self.grid](*args, **self.constants, **self.options)
+        if isinstance(compiled, CompiledKernel) and not foreign:  # the interpreter has none
+            self.found = compiled[self.grid]
 
 
 @dataclass(eq=False)
@@ -60,13 +89,13 @@ class SliceWork:
 
 
 @dataclass(eq=False)
-class Desk:
-    """What a plan needs at every step: for each kind of work the tensors, the strengths, and where all was last.
+class LaunchState:
+    """What launches need at every step: for each kind of work the tensors, the strengths, and where all was last.
 
     A strength has one tensor for each device and type, and a plan is for one of each: so the tensors stay the same.
     """
 
-    book: AddressBook
+    pointers: PointerTables
     one: Tensor
     at: dict[str, list[int]]
     scales: dict[str, list[Tensor]]
@@ -91,19 +120,19 @@ class Triton(Passes):
     def _untraced(self, times: Tensor | None) -> None:
         super().add_grad_(times)
 
-    def _run(self, plan: Plan, pairs: Pairs, times: Tensor | None) -> None:
+    def _run(self, plan: DevicePlan, pairs: Pairs, times: Tensor | None) -> None:
         with _current(plan.device):
             super()._run(plan, pairs, times)
 
     def takes(self, penalty: Penalty, element_wise: bool) -> bool:
         return not element_wise or kind_of(penalty) is not None
 
-    def captured(self, plan: Plan) -> bool:
-        return plan.tables is not None and bool(plan.tables.book.captured)
+    def captured(self, plan: DevicePlan) -> bool:
+        return plan.tables is not None and bool(plan.tables.pointers.captured)
 
-    def element_sums(self, plan: Plan, pairs: Pairs) -> Tensor:
-        desk = _desk(plan)
-        desk.found["elements"] = found = _prepared(desk, "elements", plan, pairs, element_work)
+    def element_sums(self, plan: DevicePlan, pairs: Pairs) -> Tensor:
+        state = _state(plan)
+        state.found["elements"] = found = _prepared(state, "elements", plan, pairs, element_work)
         work, (weights, _, _) = found
         table = work.table
         partial = torch.empty(2 * table.chunks, dtype=plan.dtype, device=plan.device)
@@ -113,21 +142,21 @@ class Triton(Passes):
         work.totals(partial, table.first, table.ends, sums, table.chunks, len(plan.elements))
         return sums
 
-    def add_elements_(self, plan: Plan, pairs: Pairs, sums: Tensor | None, times: Tensor | None) -> None:
-        desk = _desk(plan)
-        found = desk.found.pop("elements", None) or _prepared(desk, "elements", plan, pairs, element_work)
+    def add_elements_(self, plan: DevicePlan, pairs: Pairs, sums: Tensor | None, times: Tensor | None) -> None:
+        state = _state(plan)
+        found = state.found.pop("elements", None) or _prepared(state, "elements", plan, pairs, element_work)
         work, (weights, grads, scales) = found
         if sums is None:  # a separable penalty doesn't look at them
             sums = torch.empty(2, len(plan.elements), dtype=plan.dtype, device=plan.device)
-        table, count, factor = work.table, len(plan.elements), desk.one if times is None else times
+        table, count, factor = work.table, len(plan.elements), state.one if times is None else times
         tables = (weights, grads, table.chunk_of, table.first, table.lengths)
         for begin, launch in work.adds:
             launch(*tables, sums, scales, factor, begin, count, foreign=times is not None)
 
-    def slice_squares(self, plan: Plan, pairs: Pairs) -> Tensor:
+    def slice_squares(self, plan: DevicePlan, pairs: Pairs) -> Tensor:
         assert plan.slices is not None
-        desk = _desk(plan)
-        desk.found["slices"] = found = _prepared(desk, "slices", plan, pairs, slice_work)
+        state = _state(plan)
+        state.found["slices"] = found = _prepared(state, "slices", plan, pairs, slice_work)
         work, (weights, _, _) = found
         table = work.table
         partial = torch.empty(table.partials, dtype=plan.dtype, device=plan.device)
@@ -138,20 +167,20 @@ class Triton(Passes):
             work.faces(partial, table.block_of, table.faces, squares)
         return squares
 
-    def add_slices_(self, plan: Plan, pairs: Pairs, squares: Tensor, times: Tensor | None) -> None:
-        work, (weights, grads, scales) = _desk(plan).found.pop("slices")
+    def add_slices_(self, plan: DevicePlan, pairs: Pairs, squares: Tensor, times: Tensor | None) -> None:
+        work, (weights, grads, scales) = _state(plan).found.pop("slices")
         c = self._coefficients(plan, work, scales, squares, times)
         for begin, launch in work.adds:
             launch(weights, grads, work.table.tile_of, work.table.matrices, c, begin)
 
     def _coefficients(
-        self, plan: Plan, work: SliceWork, scales: Tensor, squares: Tensor, times: Tensor | None
+        self, plan: DevicePlan, work: SliceWork, scales: Tensor, squares: Tensor, times: Tensor | None
     ) -> Tensor:
         assert plan.slices is not None
         if work.coefficients is None:
             return plan.slices.coefficients(squares, times)
         c = torch.empty(plan.slices.groups, dtype=plan.dtype, device=plan.device)
-        factor = _desk(plan).one if times is None else times
+        factor = _state(plan).one if times is None else times
         gathered = plan.slices.gather(squares)
         work.coefficients(gathered, work.table.starts, scales, factor, c, foreign=times is not None)
         return plan.slices.scatter(c)
@@ -167,7 +196,7 @@ def _current(device: torch.device) -> AbstractContextManager[Any]:
 # What is launched, made once for tensors that are of these types and aligned like this
 
 
-def element_work(plan: Plan, pairs: Pairs, aligned: list[bool]) -> ElementWork:
+def element_work(plan: DevicePlan, pairs: Pairs, aligned: list[bool]) -> ElementWork:
     table = chunk_table(plan, pairs, aligned)
     sums, adds = [], []
     for at in table.launches:
@@ -183,7 +212,7 @@ def element_work(plan: Plan, pairs: Pairs, aligned: list[bool]) -> ElementWork:
     return ElementWork(table, sums, totals, adds[::-1])
 
 
-def slice_work(plan: Plan, pairs: Pairs, aligned: list[bool]) -> SliceWork:
+def slice_work(plan: DevicePlan, pairs: Pairs, aligned: list[bool]) -> SliceWork:
     table = tile_table(plan, pairs, aligned, WIDTH, FACE_BLOCK)
     squares, adds, faces = [], [], None
     for at in table.launches:
@@ -200,7 +229,7 @@ def slice_work(plan: Plan, pairs: Pairs, aligned: list[bool]) -> SliceWork:
     return SliceWork(table, squares, faces, _coefficient_launcher(plan), adds[::-1])
 
 
-def _coefficient_launcher(plan: Plan) -> Launcher | None:
+def _coefficient_launcher(plan: DevicePlan) -> Launcher | None:
     assert plan.slices is not None
     penalty = one_penalty(plan.slices.terms)
     alike = all(t.scale.dtype == plan.dtype for t in plan.slices.terms)
@@ -212,30 +241,30 @@ def _coefficient_launcher(plan: Plan) -> Launcher | None:
     return Launcher(triton_slices.group_coefficients, len(plan.slices.terms), constants, SMALL)
 
 
-def _desk(plan: Plan) -> Desk:
+def _state(plan: DevicePlan) -> LaunchState:
     if plan.tables is None:
         at = {"elements": [e.at for e in plan.elements], "slices": [p.at for p in plan.pieces]}
         terms = {"elements": [e.term for e in plan.elements], "slices": plan.slices.terms if plan.slices else []}
         scales = {kind: [t.scale for t in found] for kind, found in terms.items()}
         one = torch.ones((), dtype=plan.dtype, device=plan.device)
-        plan.tables = Desk(AddressBook(plan.device), one, at, scales)
-    desk: Desk = plan.tables
-    return desk
+        plan.tables = LaunchState(PointerTables(plan.device), one, at, scales)
+    state: LaunchState = plan.tables
+    return state
 
 
-def _prepared(desk: Desk, kind: str, plan: Plan, pairs: Pairs, make: Make) -> tuple[Any, list[Tensor]]:
+def _prepared(state: LaunchState, kind: str, plan: DevicePlan, pairs: Pairs, make: Make) -> tuple[Any, list[Tensor]]:
     """The work of this kind, for where the tensors are now, and the tables that say where."""
-    at = desk.at[kind]
-    sections = (*pairs.pick(at).addresses(), tuple(map(Tensor.data_ptr, desk.scales[kind])))
-    last, work = desk.last.get(kind, (None, None))
+    at = state.at[kind]
+    sections = (*pairs.pick(at).addresses(), tuple(map(Tensor.data_ptr, state.scales[kind])))
+    last, work = state.last.get(kind, (None, None))
     if sections != last:
         aligned = tuple((w | g) % 16 == 0 for w, g in zip(sections[0], sections[1], strict=True))
-        if (kind, aligned) not in desk.work:
+        if (kind, aligned) not in state.work:
             by_place = dict(zip(at, aligned, strict=True))
-            desk.work[kind, aligned] = make(plan, pairs, [by_place.get(i, False) for i in range(len(pairs))])
-        work = desk.work[kind, aligned]
-        desk.last[kind] = sections, work
-    return work, desk.book.table(sections)
+            state.work[kind, aligned] = make(plan, pairs, [by_place.get(i, False) for i in range(len(pairs))])
+        work = state.work[kind, aligned]
+        state.last[kind] = sections, work
+    return work, state.pointers.table(sections)
 
 
 def _wide(dtype: torch.dtype) -> tl.dtype:

@@ -10,18 +10,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from deephoyer.penalties import L1, MCP, SCAD, Hoyer, HoyerSquare, Penalty, TransformedL1
+from deephoyer.penalties import Penalty
 
-KIND_OF: dict[type[Penalty], int] = {L1: 0, Hoyer: 1, HoyerSquare: 2, TransformedL1: 3, SCAD: 4, MCP: 5}
+SLOPES = ("l1", "hoyer", "hoyer-square", "transformed-l1", "scad", "mcp")
+"""What a penalty's `device_slope` may be; the numbers in `slope` below are places in this list."""
 
 
 def kind_of(penalty: Penalty) -> tuple[int, float, float] | None:
-    """The number of a penalty and its two settings; None if it has no device code (a subclass may differ)."""
-    if type(penalty) not in KIND_OF:
+    """The number of a penalty's slope and its first two settings; None if it has no device code."""
+    name = vars(type(penalty)).get("device_slope")
+    if name is None:
         return None
     settings = [float(v) for v in vars(penalty).values()]
     first, second, *_ = [*settings, 0.0, 0.0]
-    return KIND_OF[type(penalty)], first, second
+    return SLOPES.index(name), first, second
 
 
 @triton.jit

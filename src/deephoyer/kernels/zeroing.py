@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from deephoyer.kernels.layout import walks_alike
-from deephoyer.kernels.pointer_tables import AddressBook
+from deephoyer.kernels.pointer_tables import PointerTables
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
@@ -23,7 +23,7 @@ class Zeroing:
     """Keeps what launches need from one call to the next."""
 
     def __init__(self) -> None:
-        self._books: dict[torch.device, AddressBook] = {}
+        self._pointers: dict[torch.device, PointerTables] = {}
         self._untraced: Callable[[torch.device, list[Dropped]], None] | None = None
 
     def __call__(self, pairs: Sequence[Dropped]) -> None:
@@ -42,11 +42,11 @@ class Zeroing:
         """One launch for tensors of one device, with elements of one size, that lie as their masks do."""
         from deephoyer.kernels.triton_zeroing import launch
 
-        book = self._books.setdefault(device, AddressBook(device))
+        pointers = self._pointers.setdefault(device, PointerTables(device))
         tensors, drops = ([pair[i] for pair in pairs] for i in (0, 1))
         addresses = [tuple(t.data_ptr() for t in some) for some in (tensors, drops)]
         lengths = tuple(t.numel() for t in tensors)
-        table = book.table((addresses[0], addresses[1], lengths))
+        table = pointers.table((addresses[0], addresses[1], lengths))
         launch(table, len(pairs), max(lengths), tensors[0].element_size(), device)
 
 

@@ -99,9 +99,9 @@ def _expected(expect: Any) -> str:
 
 
 def _kinds() -> dict[str, Any]:
+    from deephoyer.groups import GROUPINGS
     from deephoyer.lab.data import DATASETS
     from deephoyer.lab.models import MODELS
-    from deephoyer.lab.schema import groupings
     from deephoyer.penalties import PENALTIES
     from deephoyer.rules import RULES
     from deephoyer.scores import SCORES
@@ -110,7 +110,7 @@ def _kinds() -> dict[str, Any]:
         "models": MODELS.describe,
         "data": DATASETS.describe,
         "penalties": PENALTIES.describe,
-        "groups": groupings().describe,
+        "groups": GROUPINGS.describe,
         "scores": SCORES.describe,
         "rules": RULES.describe,
     }

@@ -20,8 +20,6 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from deephoyer.errors import UserError, not_negative, unknown
 
 if TYPE_CHECKING:
-    from deephoyer.groups import Grouping
-    from deephoyer.registry import Registry
     from deephoyer.rules import Rule, Threshold
 
 STAGES = ("pretrain", "regularize", "prune", "finetune")
@@ -465,20 +463,13 @@ def known_model(choice: Choice) -> Choice:
 
 def known_groups(choices: Choices) -> Choices:
     """Groupings, checked; one that needs the network's graph gets that from the run."""
-    registry = groupings()
-    for choice in several(choices):
-        settings = named(choice)
-        if not getattr(registry[settings["choice"]], "needs_graph", False):
-            registry.make(**settings)
-    return choices if isinstance(choices, tuple) else plain(choices)
-
-
-def groupings() -> Registry[Grouping]:
-    """All groupings, those that come with the graph of channels among them."""
-    import deephoyer.structure  # noqa: F401 (adds its own)
     from deephoyer.groups import GROUPINGS
 
-    return GROUPINGS
+    for choice in several(choices):
+        settings = named(choice)
+        if not getattr(GROUPINGS[settings["choice"]], "needs_graph", False):
+            GROUPINGS.make(**settings)
+    return choices if isinstance(choices, tuple) else plain(choices)
 
 
 def is_file(words: str) -> bool:

@@ -5,15 +5,12 @@ Knows nothing of training.
 
 from __future__ import annotations
 
-from deephoyer.groups import GROUPINGS
 from deephoyer.structure.compact import CompactReport, compact, compact_report
 from deephoyer.structure.coupled import Coupled
 from deephoyer.structure.equality import Differs
 from deephoyer.structure.follow import CannotFollow
 from deephoyer.structure.shape import BadShape, check_joints, describe, reshape_
 from deephoyer.structure.tidy import tidy
-
-GROUPINGS.add("coupled", Coupled)
 
 __all__ = [
     "BadShape",

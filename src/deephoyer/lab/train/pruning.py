@@ -42,7 +42,7 @@ def warning_of_loss(before: float | None, after: float) -> str | None:
     )
 
 
-def _aimed(run: Run, settings: Prune, target: Target, groups: list[str | Grouping]) -> Rule:
+def _aimed(run: Run, settings: Prune, target: Target, groups: list[Grouping]) -> Rule:
     """The rule with the value that meets the target; images that this run may select by decide on accuracy."""
     example = run.data.example()
     done = (run.state.round + 1) / run.recipe.rounds  # each round takes the same share of what the last one left

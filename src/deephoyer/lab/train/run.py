@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from deephoyer.errors import UserError
-from deephoyer.groups import Grouping
+from deephoyer.groups import Grouping, groupings
 from deephoyer.lab import data as datasets
 from deephoyer.lab import models
 from deephoyer.lab.data import TEST, Dataset, Images, Source
@@ -28,7 +28,7 @@ from deephoyer.lab.recipe import Command
 from deephoyer.lab.runs import checkpoint, environment, find
 from deephoyer.lab.runs.folder import RunFolder
 from deephoyer.lab.runs.state import State
-from deephoyer.lab.schema import TITLES, Choices, Recipe, Regularize, Training, groupings, named, several
+from deephoyer.lab.schema import TITLES, Choices, Recipe, Regularize, Training, named, several
 from deephoyer.lab.train import batches
 from deephoyer.lab.train.batches import Epoch, Streamed
 from deephoyer.lab.train.distill import Teachers, teachers_of
@@ -450,15 +450,9 @@ class Run:
             made.load_state_dict(self.state.regularizer)
         return made
 
-    def groups(self, choices: Choices) -> list[str | Grouping]:
+    def groups(self, choices: Choices) -> list[Grouping]:
         """The groupings that a recipe names; some are made from the network itself."""
-        return [self._grouping(**named(choice)) for choice in several(choices)]
-
-    def _grouping(self, choice: str, **settings: Any) -> Grouping:
-        kind = groupings()[choice]
-        if getattr(kind, "needs_graph", False):
-            return kind(self.model, self.data.example(), **settings)
-        return groupings().make(choice, **settings)
+        return groupings(several(choices), self.model, self.data.example())
 
     def accuracy(self, images: Images) -> float:
         """The share of images that the model gets right, in eval mode and in float32."""
