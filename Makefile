@@ -9,16 +9,19 @@ CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 PIP := PIP_CONSTRAINT=$(CONSTRAINTS) PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet
 PYTEST := -m pytest --numprocesses 2 --dist loadfile
 
-.PHONY: demo test test-all test-gpu lint clean
+.PHONY: demo test test-all test-gpu test-browser lint clean
 
 demo: $(VENV)/.package
 	$(BIN)/deephoyer run demo
 
 test: lint
-	$(BIN)/python $(PYTEST) -m "not slow"
+	$(BIN)/python $(PYTEST) -m "not slow and not browser"
 
 test-all: lint
 	$(BIN)/python $(PYTEST)
+
+test-browser: $(VENV)/.dev
+	$(BIN)/python -m pytest -m browser tests
 
 test-gpu:
 	$(PYTHON) benchmarks/on_gpu.py

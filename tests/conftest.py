@@ -23,6 +23,10 @@ settings.load_profile("same")
 torch.set_num_threads(1)
 
 
+def pytest_addoption(parser):
+    parser.addoption("--screenshots", help="a folder for pictures of the pages that browser tests open")
+
+
 def pytest_collection_modifyitems(items):
     """What is marked `cuda` is skipped, by name, where there is no GPU."""
     if not torch.cuda.is_available():

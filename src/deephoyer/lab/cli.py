@@ -16,8 +16,8 @@ from rich.table import Table
 from deephoyer import __version__
 from deephoyer.errors import UserError, unknown
 from deephoyer.lab import search_commands
-from deephoyer.lab.processes import end_with_parent
-from deephoyer.lab.report import commands
+from deephoyer.lab.processes import end_with_parent, is_member
+from deephoyer.lab.report import commands, page_commands
 
 app = typer.Typer(
     name="deephoyer",
@@ -139,6 +139,10 @@ def run(
         _complain(f"interrupted. The same command goes on from the last checkpoint in {place}.")
         raise typer.Exit(130) from None
     _show(finish(job), place)
+    if not is_member():  # a hundred runs of a sweep need no hundred pages; `deephoyer report` makes any of them
+        from deephoyer.lab.report import run_page
+
+        out.print(f"to look at: {run_page.write(place)[0]}", highlight=False)
 
 
 @app.command()
@@ -244,6 +248,7 @@ def summary(
 for _command in (
     search_commands.sweep,
     search_commands.search,
+    page_commands.report,
     commands.publish,
     commands.verify,
     commands.table,

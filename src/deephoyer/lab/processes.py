@@ -227,9 +227,14 @@ def _sigterm_raises() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+def is_member() -> bool:
+    """Whether this process is one of many that another one started."""
+    return os.environ.get(END_WITH_STDIN) == "1"
+
+
 def end_with_parent() -> None:
     """In a child: when its standard input closes, the parent is gone, and this process ends as by Ctrl-C."""
-    if os.environ.get(END_WITH_STDIN) != "1":
+    if not is_member():
         return
 
     def watch() -> None:

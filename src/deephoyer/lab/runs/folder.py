@@ -72,7 +72,11 @@ class RunFolder:
                 f"run folder {self.path}: was made by deephoyer 0.1, which can still read it; "
                 "to run it again, give another folder with --out, or delete this one."
             )
-        return recipes.parse(path.read_text(encoding="utf-8"), str(path))
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as why:
+            raise UserError(f"{path}: can't be read: {why}.") from None
+        return recipes.parse(text, str(path))
 
     def command(self) -> Command | None:
         """The words that the run was started with; None for one that was started from Python."""

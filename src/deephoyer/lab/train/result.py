@@ -6,6 +6,7 @@ The record is `summary.json` in the run's folder. Training is over when this is 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from deephoyer.export import save
 from deephoyer.lab.runs.folder import RunFolder
 from deephoyer.lab.train.run import Run
 from deephoyer.masks import Masks
-from deephoyer.structure import Coupled, compact, tidy
+from deephoyer.structure import Coupled, compact, compact_report, tidy
 from deephoyer.summary import Summary, summary
 
 FORMAT = "deephoyer-result-2"
@@ -115,6 +116,7 @@ def _compacted(
         "compact": summary(small, example, baseline=dense, batch_sizes=BATCHES).to_json(),
         "changed_predictions": int((before != after).sum()),
         "test_images": len(after),
+        "compact_report": asdict(compact_report(small)),
     }
 
 

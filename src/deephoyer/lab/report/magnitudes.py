@@ -1,0 +1,64 @@
+"""Group magnitudes before pruning, per layer, split into what stayed and what went: the data of a page's histograms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def histograms_of(before: Mapping[str, Tensor], after: Mapping[str, Tensor], bins: int) -> list[dict[str, Any]]:
+    """One entry per layer and kind of group: edges (log₁₀ of the magnitude), how many stayed and went in each bin.
+
+    `before` are the weights that were pruned, `after` the final ones: what is zero there went.
+
+    >>> made = histograms_of({"w": torch.tensor([[1.0, 0.001]])}, {"w": torch.tensor([[1.0, 0.0]])}, bins=2)
+    >>> made[0]["kind"], made[0]["stayed"], made[0]["went"], made[0]["threshold"]
+    ('elements', [0, 1], [1, 0], -1.5)
+    """
+    made = []
+    for name, weight in before.items():
+        final = after.get(name)
+        if final is None or weight.dim() < 2 or final.shape != weight.shape:
+            continue
+        for kind, (magnitude, kept) in _kinds(weight, final != 0).items():
+            made.append({"name": name, "kind": kind, **_histogram(magnitude, kept, bins)})
+    return made
+
+
+def _kinds(weight: Tensor, alive: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    """Single weights, and the norms of filters (along the first dimension) and channels (along the second)."""
+    made = {"elements": (weight.abs().flatten(), alive.flatten())}
+    for dim, kind in enumerate(("filters", "channels")):
+        rows, left = (t.movedim(dim, 0).flatten(1) for t in (weight, alive))
+        made[kind] = rows.norm(dim=1), left.any(1)
+    return made
+
+
+def _histogram(magnitude: Tensor, kept: Tensor, bins: int) -> dict[str, Any]:
+    """On a logarithmic scale; exact zeros, which have no place there, are counted apart."""
+    zero = magnitude == 0
+    logs, alive = magnitude[~zero].double().log10(), kept[~zero]
+    if not len(logs):
+        return {"edges": [], "stayed": [], "went": [], "zeros": int(zero.sum()), "threshold": None}
+    high = logs.max().item()
+    low = max(logs.min().item(), high - 12)  # float noise far under everything would take all the room
+    edges = torch.linspace(low, high if high > low else low + 1e-3, bins + 1, dtype=torch.float64)
+    counts = [torch.histogram(logs[part].clamp(min=low), edges).hist.int().tolist() for part in (alive, ~alive)]
+    return {
+        "edges": [round(edge, 4) for edge in edges.tolist()],
+        "stayed": counts[0],
+        "went": counts[1],
+        "zeros": int(zero.sum()),
+        "threshold": _threshold(logs, alive),
+    }
+
+
+def _threshold(logs: Tensor, alive: Tensor) -> float | None:
+    """Where everything below went and everything above stayed; None where there is no such place."""
+    if not alive.any() or alive.all():
+        return None
+    highest, lowest = logs[~alive].max().item(), logs[alive].min().item()
+    return round((highest + lowest) / 2, 4) if highest < lowest else None

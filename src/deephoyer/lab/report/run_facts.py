@@ -1,0 +1,216 @@
+"""What a run's folder tells, part by part, for the page: headline, epochs, layers, magnitudes, what stayed and why.
+
+A part that is missing or damaged is named in `missing`, and the rest is shown all the same. Nothing is measured here:
+times are those that the run recorded.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from deephoyer.errors import UserError
+
+BINS = 40
+
+
+@dataclass(frozen=True)
+class Change:
+    """One number before and after."""
+
+    title: str
+    before: str
+    after: str
+    ratio: str = ""
+
+
+@dataclass
+class RunFacts:
+    """The parts of a run folder that could be read."""
+
+    folder: Path
+    missing: list[str] = field(default_factory=list)
+    summary: dict[str, Any] = field(default_factory=dict)
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+    environment: dict[str, Any] = field(default_factory=dict)
+    command: str = ""
+    recipe: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    def headline(self) -> list[Change]:
+        """Accuracy, size, arithmetic and time, before and after."""
+        made = []
+        accuracy = self.summary.get("accuracy") or {}
+        if accuracy:
+            first, last = next(iter(accuracy.values())), list(accuracy.values())[-1]
+            made.append(Change("test accuracy", f"{first:.2%}", f"{last:.2%}", points(last - first)))
+        sparse, compact = self.summary.get("sparse"), self.summary.get("compact")
+        if sparse:
+            made.append(_counted("nonzero weights", sparse["total"]["weights"], sparse["total"]["nonzeros"]))
+        if compact and compact.get("baseline"):
+            before, after = compact["baseline"]["total"], compact["total"]
+            made.append(_counted("parameters", before["parameters"], after["parameters"]))
+            if before.get("macs_executed") is not None:
+                made.append(_counted("MACs executed", before["macs_executed"], after["macs_executed"]))
+            for then, now in zip(compact["baseline"]["latency"], compact["latency"], strict=False):
+                made.append(_timed(then, now, compact["device"]))
+        return made
+
+    def layers(self) -> list[dict[str, Any]]:
+        """One row per layer: widths, weights, MACs, milliseconds, before and after."""
+        compact = self.summary.get("compact") or {}
+        left = {row["name"]: row for row in compact.get("rows", ())}
+        dense = {row["name"]: row for row in (compact.get("baseline") or {}).get("rows", ())}
+        times = self.summary.get("layer_ms") or {}
+        made = []
+        for row in (self.summary.get("sparse") or {}).get("rows", ()):
+            now, then = left.get(row["name"]), dense.get(row["name"], row)
+            made.append(
+                {
+                    "name": row["name"] or "(model)",
+                    "filters": row["filters"],
+                    "channels": row["channels"],
+                    "live_filters": row["live_filters"],
+                    "live_channels": row["live_channels"],
+                    "filters_left": None if now is None else now["filters"],
+                    "channels_left": None if now is None else now["channels"],
+                    "weights": row["weights"],
+                    "nonzeros": row["nonzeros"],
+                    "macs": then.get("macs_executed"),
+                    "macs_left": None if now is None else now.get("macs_executed"),
+                    "ms": (times.get("dense") or {}).get(row["name"]),
+                    "ms_left": (times.get("compact") or {}).get(row["name"]),
+                }
+            )
+        return made
+
+    def sets(self) -> list[dict[str, Any]]:
+        """What hangs together, how much of it went, and why the rest stayed."""
+        return list((self.summary.get("compact_report") or {}).get("sets", ()))
+
+    def stages(self) -> list[tuple[str, int, int]]:
+        """Each stage as it was trained, with the first and the last of its epochs, counted through the whole run."""
+        made: list[tuple[str, int, int]] = []
+        for place, line in enumerate(self.metrics, 1):
+            title = line["stage"] + (f" {line['round']}" if "round" in line else "")
+            if made and made[-1][0] == title:
+                made[-1] = title, made[-1][1], place
+            else:
+                made.append((title, place, place))
+        return made
+
+
+def read(folder: str | Path) -> RunFacts:
+    """A run's folder, as much of it as there is; a folder in which there is nothing of a run is refused."""
+    facts = RunFacts(Path(folder))
+    if not facts.folder.is_dir():
+        raise UserError(f"{facts.folder}: there is no such folder.")
+    facts.summary = _json(facts, "summary.json", "the run has not finished, or this file was lost")
+    facts.environment = _json(facts, "environment.json", "where it ran is not known")
+    words = _json(facts, "command.json", "the words it was started with are not known")
+    if words.get("base"):
+        facts.command = shlex.join(["deephoyer", "run", str(words["base"]), *map(str, words.get("overrides") or [])])
+    facts.recipe = _text(facts, "recipe.yaml", "the recipe is not known")
+    facts.metrics = _metrics(facts)
+    if not (facts.summary or facts.metrics or facts.recipe):
+        raise UserError(f"{facts.folder}: is not the folder of a run: no summary, no metrics, no recipe are in it.")
+    return facts
+
+
+def points(difference: float) -> str:
+    """A difference of accuracies in words.
+
+    >>> points(0.0129), points(-0.002), points(0.0)
+    ('gained 1.29 points', 'lost 0.20 points', 'the same')
+    """
+    if round(abs(difference), 6) == 0:
+        return "the same"
+    return f"{'gained' if difference > 0 else 'lost'} {abs(100 * difference):.2f} points"
+
+
+def magnitudes(facts: RunFacts) -> list[dict[str, Any]]:
+    """For each layer a histogram of its group magnitudes before pruning, those that stayed apart from those that went.
+
+    [] where the weights before pruning or the final ones are not there.
+    """
+    from deephoyer.lab import models
+    from deephoyer.lab.report.magnitudes import histograms_of
+    from deephoyer.lab.runs import checkpoint
+    from deephoyer.lab.runs.folder import RunFolder
+    from deephoyer.weights import find_weights
+
+    try:
+        recipe = RunFolder(facts.folder).recipe()
+    except UserError as why:
+        facts.missing.append(str(why))
+        return []
+    if recipe is None or recipe.regularize is None or recipe.prune is None:
+        return []
+    states = []
+    for name in ("regularized.safetensors", recipe.result_file):
+        if not (facts.folder / name).exists():
+            facts.missing.append(f"{name}: magnitudes before pruning can't be shown")
+            return []
+        try:
+            model = models.of(recipe.model)
+            checkpoint.fill(model, facts.folder / name, name)
+        except UserError as why:
+            facts.missing.append(str(why))
+            return []
+        states.append({w.name: w.tensor.detach() for w in find_weights(model)})
+    return histograms_of(states[0], states[1], BINS)
+
+
+def _counted(title: str, before: int, after: int) -> Change:
+    return Change(title, f"{before:,}", f"{after:,}", f"{before / after:.2f} × fewer" if after else "all gone")
+
+
+def _timed(then: dict[str, Any], now: dict[str, Any], device: str) -> Change:
+    title = f"ms for a batch of {now['batch']} on {device}"
+    ratio = then["median_ms"] / now["median_ms"]
+    words = f"{ratio:.2f} × faster" if ratio >= 1 else f"{1 / ratio:.2f} × slower"
+    return Change(title, f"{then['median_ms']:.3g}", f"{now['median_ms']:.3g}", words)
+
+
+def _text(facts: RunFacts, name: str, consequence: str) -> str:
+    try:
+        return (facts.folder / name).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        facts.missing.append(f"{name}: {consequence}")
+    except (OSError, UnicodeDecodeError) as why:
+        facts.missing.append(f"{name}: can't be read ({why})")
+    return ""
+
+
+def _json(facts: RunFacts, name: str, consequence: str) -> dict[str, Any]:
+    text = _text(facts, name, consequence)
+    if not text:
+        return {}
+    try:
+        content = json.loads(text)
+    except ValueError as why:
+        facts.missing.append(f"{name}: is damaged ({why})")
+        return {}
+    if not isinstance(content, dict):
+        facts.missing.append(f"{name}: holds something else than was written by a run")
+        return {}
+    return content
+
+
+def _metrics(facts: RunFacts) -> list[dict[str, Any]]:
+    lines, damaged = [], 0
+    for text in _text(facts, "metrics.jsonl", "what happened in each epoch is not known").splitlines():
+        try:
+            line = json.loads(text)
+            lines.append({**line, "stage": str(line["stage"]), "epoch": int(line["epoch"])})
+        except (ValueError, KeyError, TypeError):
+            damaged += 1
+    if damaged:
+        facts.missing.append(f"metrics.jsonl: {damaged} of its lines are damaged")
+    return lines

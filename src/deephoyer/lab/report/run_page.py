@@ -1,0 +1,132 @@
+"""Pages that people look at after a run: one HTML file each, whole by itself, for screens light or dark, and for paper.
+
+What a run's folder tells is read in `run_facts.py`, plots are in `plots.py`, words and looks in `templates/`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bokeh.embed import components
+from bokeh.resources import Resources
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from deephoyer.errors import UserError
+from deephoyer.files import write_atomically
+from deephoyer.lab.report import plots, run_facts
+from deephoyer.lab.report.run_facts import RunFacts
+
+SELECTIONS = {
+    "held-out": "The epoch that is kept was selected on images held out from training.",
+    "test-best": "The epoch that is kept was selected on the test images themselves, as in the paper.",
+}
+
+
+def write(run: str | Path, target: Path | None = None) -> tuple[Path, RunFacts]:
+    """Writes the page of a run, by default as `report.html` into its folder, and says where and what was missing."""
+    facts = run_facts.read(run)
+    path = target or facts.folder / "report.html"
+    write_atomically(path, run_page(facts).encode())
+    return path, facts
+
+
+def write_comparison(runs: Sequence[str | Path], target: Path) -> Path:
+    """Writes one page that compares several runs."""
+    facts = [run_facts.read(run) for run in runs]
+    titles = list(dict.fromkeys(change.title for one in facts for change in one.headline()))
+    rows = []
+    for one in facts:
+        changes = {change.title: change for change in one.headline()}
+        rows.append((one, [changes.get(title) for title in titles]))
+    drawn = {"compared": plots.compared(facts)} if any(one.metrics for one in facts) else {}
+    page = _render("compare.html", drawn, title=f"{len(facts)} runs compared", titles=titles, rows=rows)
+    write_atomically(target, page.encode())
+    return target
+
+
+def run_page(facts: RunFacts) -> str:
+    """The page of one run as text."""
+    layers, histograms = facts.layers(), run_facts.magnitudes(facts)
+    drawn: dict[str, Any] = {}
+    if facts.metrics:
+        drawn["epochs"] = plots.epochs(facts)
+        if (pressure := plots.pressure(facts)) is not None:
+            drawn["pressure"] = pressure
+    if layers:
+        drawn["structure"] = plots.structure(layers)
+    if histograms:
+        drawn["magnitudes"] = plots.magnitudes(histograms)
+    summary = facts.summary
+    removed = any(row["filters_left"] is not None for row in layers)
+    return _render(
+        "run.html",
+        drawn,
+        title=f"{facts.name}: what became of the network",
+        facts=facts,
+        headline=facts.headline(),
+        selection=SELECTIONS.get(summary.get("protocol", ""), ""),
+        same=_same(summary),
+        stages=facts.stages(),
+        layers=layers,
+        timed=any(row["ms"] is not None for row in layers),
+        structure_caption="What compaction left."
+        if removed
+        else "Filters that are not all zero; nothing was taken out.",
+        histograms=histograms,
+        histogram_data=_script([_choice(entry) for entry in histograms]),
+        sets=facts.sets(),
+        network_file=list(summary.get("files") or ["finetuned.safetensors"])[-1],
+        model_words=_model_words(summary),
+        place=_place(facts.environment),
+        environment=json.dumps(facts.environment, indent=1),
+    )
+
+
+def _choice(entry: Mapping[str, Any]) -> dict[str, Any]:
+    counts = {"stayed": sum(entry["stayed"]), "went": sum(entry["went"]), "zeros": entry["zeros"]}
+    return {"bars": plots.bars(entry), "threshold": entry["threshold"], **counts}
+
+
+def _same(summary: Mapping[str, Any]) -> str:
+    if "changed_predictions" in summary:
+        count = summary["changed_predictions"]
+        if not count:
+            return "The compacted network predicts the same for every test image."
+        return f"The compacted network differs on {count} of {summary.get('test_images', 0):,} test images."
+    return f"Not compacted: {summary['not_compacted']}" if "not_compacted" in summary else ""
+
+
+def _model_words(summary: Mapping[str, Any]) -> str:
+    model = (summary.get("recipe") or {}).get("model", "…")
+    if isinstance(model, str):
+        return json.dumps(model)
+    settings = {key: value for key, value in model.items() if key != "name"}
+    return ", ".join([json.dumps(model.get("name")), *(f"{key}={value!r}" for key, value in settings.items())])
+
+
+def _place(environment: Mapping[str, Any]) -> str:
+    known = [str(environment[key]) for key in ("device", "gpu", "torch", "python") if environment.get(key)]
+    return ", ".join(known) or "environment.json"
+
+
+def _script(data: Any) -> str:
+    """JSON that can stand inside a script: nothing in it ends the script."""
+    return json.dumps(data).replace("<", "\\u003c")
+
+
+def _render(template: str, drawn: Mapping[str, Any], **values: Any) -> str:
+    environment = Environment(
+        loader=PackageLoader("deephoyer.lab.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )
+    drawing, parts = components(dict(drawn)) if drawn else ("", {})
+    script = Resources(mode="inline", components=["bokeh"], minified=True).render_js() if drawn else ""
+    named = {
+        name: parts.get(name, "") for name in ("epochs", "pressure", "structure", "magnitudes", "compared", "points")
+    }
+    try:
+        return environment.get_template(template).render(plots=named, drawing=drawing, script=script, **values)
+    except (TypeError, ValueError, KeyError) as why:
+        raise UserError(f"the page can't be made from what is in the folder: {why}.") from None
