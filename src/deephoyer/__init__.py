@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         hoyer_square as hoyer_square,
         trimming_threshold as trimming_threshold,
     )
+    from deephoyer.plan import Plan as Plan
     from deephoyer.regularizer import Regularizer as Regularizer
     from deephoyer.rules import Absolute as Absolute, Density as Density, PerLayer as PerLayer, StdRatio as StdRatio
     from deephoyer.scores import (
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     )
     from deephoyer.structure import Coupled as Coupled, compact as compact
     from deephoyer.summary import summary as summary
+    from deephoyer.targets import Target as Target
 
 __version__ = "0.1.0"
 
@@ -60,11 +62,13 @@ _PUBLIC = {
     "masks": "Masks prune",
     "penalties": "L1 MCP SCAD Hoyer HoyerSquare Penalty TransformedL1 TrimmedL1 "
     "hoyer hoyer_measure hoyer_square trimming_threshold",
+    "plan": "Plan",
     "regularizer": "Regularizer",
     "rules": "Absolute Density PerLayer StdRatio",
     "scores": "GeometricMedian Magnitude NormScale Random Score Snip Taylor",
     "structure": "Coupled compact",
     "summary": "summary",
+    "targets": "Target",
 }
 _HOME = {name: module for module, names in _PUBLIC.items() for name in names.split()}
 __all__ = sorted(_HOME)

@@ -12,6 +12,9 @@ from torch import nn
 from deephoyer.errors import UserError
 from deephoyer.inference import Examples, at_rest, call, device_of, with_batch
 
+MODES = ("eager", "cuda-graph", "compiled")
+"""How a network is run when it is timed."""
+
 
 @dataclass(frozen=True)
 class Latency:

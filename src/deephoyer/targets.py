@@ -16,9 +16,10 @@ import torch
 from torch import nn
 
 from deephoyer.counting import count
-from deephoyer.errors import UserError
+from deephoyer.errors import UserError, not_negative, unknown
 from deephoyer.groups import Grouping
 from deephoyer.inference import Examples
+from deephoyer.latency import MODES
 from deephoyer.masks import Empties, Masks, cut, scored
 from deephoyer.rules import Scores, Threshold
 from deephoyer.scores import Loss, Score
@@ -26,6 +27,59 @@ from deephoyer.structure import Coupled, compact
 
 Groups = str | Grouping | Iterable[str | Grouping]
 Select = str | Sequence[str] | None
+
+
+SIZES = ("macs", "parameters", "density", "latency")
+
+
+@dataclass(frozen=True)
+class Target:
+    """How small, or how fast, and how much of the score that may cost.
+
+    One of `macs`, `parameters`, `density` (nonzero weights) and `latency` (time of a forward pass) is a share of the
+    network's as it is given: `latency=0.5` is half of its time for `batch` examples, here and now. `drop` is
+    how far the score may fall, in its own units (0.005 of an accuracy between 0 and 1); where both can not be had, the
+    drop wins. `mode` says how the network will be run, and `dtype` in which precision: both matter to latency alone.
+
+    >>> Target(macs=0.4, drop=0.005).title()
+    '0.4 of the MACs, losing at most 0.005'
+    """
+
+    macs: float | None = None
+    parameters: float | None = None
+    density: float | None = None
+    latency: float | None = None
+    drop: float | None = None
+    batch: int = 1
+    mode: str = "eager"
+    dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        given = {name: getattr(self, name) for name in SIZES if getattr(self, name) is not None}
+        if len(given) != 1:
+            raise UserError(f"target: give one of {', '.join(SIZES)}, as in Target(macs=0.4); here are {len(given)}.")
+        for name, share in given.items():
+            if not_negative(share, f"target: {name}") > 1 or not share:
+                raise UserError(f"target: {name} is {share!r}; it is a share of the network's, above 0 and at most 1.")
+        if self.drop is not None:
+            not_negative(self.drop, "target: drop")
+        if isinstance(self.batch, bool) or not isinstance(self.batch, int) or self.batch < 1:
+            raise UserError(f"target: batch is {self.batch!r}; it is a whole number of examples, 1 or more.")
+        if self.mode not in MODES:
+            raise unknown("mode of running a network", self.mode, MODES)
+
+    @property
+    def kind(self) -> str:
+        return next(name for name in SIZES if getattr(self, name) is not None)
+
+    @property
+    def share(self) -> float:
+        share: float = getattr(self, self.kind)
+        return share
+
+    def title(self) -> str:
+        whole = {"macs": "MACs", "parameters": "parameters", "density": "weights", "latency": "time"}[self.kind]
+        return f"{self.share:g} of the {whole}" + (f", losing at most {self.drop:g}" if self.drop is not None else "")
 
 
 @dataclass(frozen=True)
@@ -145,6 +199,17 @@ def macs(
         return (count(compact(model, examples, groups=graph, joints=joints), examples)[1].macs_executed or 0) / dense
 
     return Goal("the share of the MACs left", left, share)
+
+
+def parameters(model: nn.Module, examples: Examples, share: float, groups: Coupled | None = None) -> Goal:
+    """The parameters that are left after compaction, as a share of the model's as it stands now."""
+    dense = sum(p.numel() for p in model.parameters()) or 1
+    graph = groups or Coupled(model, examples)
+
+    def left() -> float:
+        return sum(p.numel() for p in compact(model, examples, groups=graph).parameters()) / dense
+
+    return Goal("the share of the parameters left", left, share)
 
 
 def density(model: nn.Module, share: float) -> Goal:

@@ -39,10 +39,10 @@ from deephoyer.lab.train.optim import make_optimizer, rate_at, rates_in
 from deephoyer.lab.train.progress import Silent
 from deephoyer.lab.train.pruning import pruned, warning_of_loss
 from deephoyer.lab.train.step import CapturedStep, PlainStep
-from deephoyer.lab.train.strength_control import Pursuit, aim_of
 from deephoyer.masks import Masks
 from deephoyer.penalties import PENALTIES
 from deephoyer.regularizer import Regularizer
+from deephoyer.strength_control import Pursuit, aim_of
 
 SAVE_SECONDS = 5.0
 """A checkpoint is written at the end of an epoch when the last one is older than this."""

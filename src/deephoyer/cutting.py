@@ -1,0 +1,257 @@
+"""Cuts a network to a target: which groups go so that it is as small, or as fast, as asked, and no smaller.
+
+Coupled groups are chosen by what widths cost and channels are worth (`widths.py`); any other grouping by the value of
+a threshold (`targets.py`). A latency is measured on the cut network, and the choice corrected by it. When to cut,
+and what to train before and after, is for the caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deephoyer import targets
+from deephoyer.counting import count
+from deephoyer.errors import UserError
+from deephoyer.groups import Grouping, Unit, groupings
+from deephoyer.inference import Examples
+from deephoyer.masks import Masks, cut, scored
+from deephoyer.rules import Rule, Scores, StdRatio, Verdict
+from deephoyer.scores import Loss, Score
+from deephoyer.structure import Coupled, compact
+from deephoyer.targets import Target
+from deephoyer.weights import Weight, find_weights, unwrap
+from deephoyer.widths import WidthCost, choose, macs_cost, parameters_cost
+
+
+class Free(Grouping):
+    """The coupled sets that may be cut: all but those that write a protected layer's outputs."""
+
+    name = "coupled"
+
+    def __init__(self, coupled: Coupled, protected: Iterable[str]):
+        self.coupled, self.protected = coupled, set(protected)
+
+    def units(self, weights: Sequence[Weight] = ()) -> list[Unit]:
+        units = [unit for unit in self.coupled.units() if unit.name not in self.protected]
+        if not units:
+            raise UserError("protect: nothing is left that could be cut; protect fewer layers.")
+        return units
+
+
+@dataclass(frozen=True)
+class Given(Rule):
+    """Keeps what was chosen elsewhere, unit by unit."""
+
+    keeps: Sequence[Tensor]
+
+    def judge(self, scores: Sequence[Scores]) -> list[Verdict]:
+        return [Verdict(keep.to(s.score.device), 0.0) for keep, s in zip(self.keeps, scores, strict=True)]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What is to stay, and what the network then costs as a share of what it did; which sets could give no more."""
+
+    keeps: list[Tensor]
+    share: float
+    stuck: list[str]
+
+    def kept(self) -> float:
+        """The share of the groups that stay."""
+        return sum(int(keep.sum()) for keep in self.keeps) / max(1, sum(keep.numel() for keep in self.keeps))
+
+
+class Cutter:
+    """Knows what the network cost when it was whole, and cuts it to any share of that.
+
+    >>> net = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
+    >>> cutter = Cutter(net, torch.zeros(1, 8), Target(macs=0.5))
+    >>> cut = cutter.plan(0.5); cut.share, cut.kept()
+    (0.5, 0.5)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        examples: Examples,
+        target: Target,
+        groups: str | Grouping | Iterable[str | Grouping] | None = None,
+        *,
+        protect: str | Iterable[str] = (),
+        multiple: int = 1,
+        least: float = 0.05,
+        by_cost: bool | None = None,
+        score: str | Score = "magnitude",
+        batches: Iterable[Any] | None = None,
+        loss: Loss | None = None,
+    ):
+        self.model, self.examples, self.target = unwrap(model), examples, target
+        self.multiple, self.least = multiple, least
+        self.score, self.batches, self.loss = score, batches, loss
+        self.by_cost = target.kind == "latency" if by_cost is None else by_cost
+        patterns = [protect] if isinstance(protect, str) else list(protect)
+        self.coupled: Coupled | None = None
+        self.cost: WidthCost | None = None
+        self.parameters: list[str] | None = None
+        if groups is None:
+            groups = "elements" if target.kind == "density" else Coupled(self.model, examples)
+        kinds = groupings(groups)
+        if len(kinds) == 1 and isinstance(kinds[0], Coupled):
+            self.coupled = kinds[0]
+            self.groups: list[Grouping] = [Free(self.coupled, self._protected(patterns, self.coupled))]
+            self.cost = self._cost(self.coupled)
+        else:
+            self.groups, self.parameters = kinds, self._selected(patterns)
+            if target.kind == "latency":
+                raise UserError("target: a latency needs coupled groups, which are the default; leave out groups=.")
+
+    def _cost(self, coupled: Coupled) -> WidthCost | None:
+        if self.target.kind == "macs":
+            return macs_cost(self.model, self.examples, coupled)
+        return parameters_cost(self.model, coupled)
+
+    def _protected(self, patterns: Sequence[str], coupled: Coupled) -> list[str]:
+        """The sets that write the outputs of a layer that is called so."""
+        layers = {name for one in coupled.sets for name, _ in one.places}
+        for pattern in patterns:
+            if not any(_called(name, pattern) for name in layers):
+                raise UserError(
+                    f"protect: no layer is called {pattern!r}. There are {', '.join(sorted(layers)[:6])}, …"
+                )
+        return [
+            one.name
+            for one in coupled.sets
+            if any(side == "out" and _called(name, pattern) for name, side in one.places for pattern in patterns)
+        ]
+
+    def _selected(self, patterns: Sequence[str]) -> list[str] | None:
+        names = [weight.name for weight in find_weights(self.model)]
+        for pattern in patterns:
+            if not any(_called(name.removesuffix(".weight"), pattern) for name in names):
+                raise UserError(f"protect: no layer is called {pattern!r}. There are {', '.join(names[:6])}, …")
+        out = [f"!{p}{end}" for p in patterns for end in ("", ".weight")]
+        return out or None
+
+    # What it costs
+
+    def share_now(self) -> float:
+        """What the network would cost if what is zero in it were gone, as a share of the whole."""
+        if self.target.kind == "density":
+            return count(self.model)[1].density
+        if self.cost is not None:
+            live = {unit.name: int(alive.sum()) for unit, alive in self.alive()}
+            return self.cost.share({**self.cost.widths, **live})
+        return self._goal(1.0).measure()
+
+    def share_of(self, small: nn.Module) -> float:
+        """What a compacted network really costs, as a share of the whole one's."""
+        if self.target.kind == "macs":
+            whole = count(self.model, self.examples)[1].macs_there or 1
+            return (count(small, self.examples)[1].macs_there or 0) / whole
+        if self.target.kind == "parameters":
+            return sum(p.numel() for p in small.parameters()) / sum(p.numel() for p in self.model.parameters())
+        return count(self.model)[1].density  # compaction takes idle weights as well: they are not part of the bargain
+
+    # Cutting
+
+    def scores(self) -> tuple[list[Unit], list[Scores]]:
+        return scored(self.model, self.groups, self.parameters, self.score, self.batches, self.loss)
+
+    @torch.no_grad()
+    def alive(self) -> list[tuple[Unit, Tensor]]:
+        """For each unit which of its groups are not zero."""
+        weights = find_weights(self.model, self.parameters)
+        return [(unit, unit.magnitudes() > 0) for grouping in self.groups for unit in grouping.units(weights)]
+
+    def plan(self, share: float) -> Cut:
+        """What would stay at this share of the cost; nothing is changed. Sets that can't give more make it more."""
+        units, scores = self.scores()
+        if self.cost is None:
+            return self._by_threshold(share, units, scores)
+        made = choose(
+            self.cost,
+            [unit.name for unit in units],
+            scores,
+            share,
+            multiple=self.multiple,
+            least=self.least,
+            by_cost=self.by_cost,
+        )
+        return Cut(made.keeps, made.share, made.at_least)
+
+    def apply(self, chosen: Cut) -> Masks:
+        """Zeroes what is to go, in the network itself."""
+        units, scores = scored(self.model, self.groups, self.parameters)
+        return cut(self.model, Given(chosen.keeps), units, scores)
+
+    def _by_threshold(self, share: float, units: list[Unit], scores: list[Scores]) -> Cut:
+        goal = self._goal(share)
+        now = goal.measure()
+        if goal.kept(now):
+            return Cut([s.score > 0 for s in scores], now, [])
+        found = targets.value_for(
+            goal,
+            self.model,
+            StdRatio,
+            self.groups,
+            self.parameters,
+            multiple=self.multiple,
+            score=self.score,
+            batches=self.batches,
+            loss=self.loss,
+        )
+        with restored(self.model):
+            cut(self.model, StdRatio(found.value), units, scores, multiple=self.multiple)
+            return Cut([alive for _, alive in self.alive()], found.number, [])
+
+    def _goal(self, share: float) -> targets.Goal:
+        if self.target.kind == "density":
+            return targets.density(self.model, share)
+        if self.target.kind == "macs":
+            return targets.macs(self.model, self.examples, share)
+        return targets.parameters(self.model, self.examples, share)
+
+    def compacted(self) -> nn.Module:
+        """The network without what is zero in it; one whose channels can't be followed is copied as it is."""
+        return compact(self.model, self.examples, groups=self.coupled)
+
+    def widths(self) -> list[tuple[str, int, int, str]]:
+        """For each coupled set its channels, those that are not zero, and why it may not be cut where it may not."""
+        if self.coupled is None:
+            return []
+        alive = {unit.name: int(those.sum()) for unit, those in self.alive()}
+        why = self.fixed()
+        named = [(one.name, len(one.channels)) for one in self.coupled.sets]
+        return [(name, wide, alive.get(name, wide), why.get(name, "")) for name, wide in named]
+
+    def fixed(self) -> dict[str, str]:
+        """The sets that can't be cut at all, and why."""
+        if self.coupled is None:
+            return {}
+        held = {one.name: one.reason for one in self.coupled.sets if one.reason}
+        free = self.groups[0]
+        assert isinstance(free, Free)
+        return held | dict.fromkeys(free.protected, "protected")
+
+
+def _called(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) or fnmatchcase(f"{name}.weight", pattern)
+
+
+@contextmanager
+def restored(model: nn.Module) -> Iterator[None]:
+    """Whatever is done to the parameters is undone afterwards."""
+    before = [(tensor, tensor.detach().clone()) for tensor in model.parameters()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in before:
+                tensor.copy_(value)

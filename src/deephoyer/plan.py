@@ -1,0 +1,508 @@
+"""A plan: takes the training loop somebody has through regularizing, pruning and finetuning, to a target.
+
+The loop stays the user's, and so do optimizer, learning rate, data and validation: the plan is told when an epoch (or a
+step) is over, and does the rest through hooks of the optimizer. For more say in it, take `Regularizer`, `prune`,
+`Masks.hold` and `compact`, of which a plan is made.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from deephoyer.cutting import Cut, Cutter
+from deephoyer.errors import UserError, not_negative
+from deephoyer.groups import Grouping
+from deephoyer.inference import Examples
+from deephoyer.masks import Hold, Masks
+from deephoyer.optimizers import bare
+from deephoyer.penalties import Penalty, wide
+from deephoyer.regularizer import Regularizer
+from deephoyer.scores import Loss, Score
+from deephoyer.strength_control import correction
+from deephoyer.targets import Target
+from deephoyer.weights import unwrap
+from deephoyer.widths import CLOSE
+
+PROBES = 8
+"""Optimizer steps whose gradients say how strong the penalty is to begin with."""
+CORRECTIONS = 40
+"""How often the strength is corrected, at most, when a plan counts steps."""
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The shares of all epochs: dense, then with the regularizer, which ends with pruning; finetuning has the rest."""
+
+    dense: float = 0.1
+    regularize: float = 0.4
+
+    def __post_init__(self) -> None:
+        for name in ("dense", "regularize"):
+            not_negative(getattr(self, name), f"stages: {name}")
+        if self.dense + self.regularize > 1:
+            raise UserError(f"stages: {self.dense} + {self.regularize} is more than all of the epochs.")
+
+
+class Plan:
+    """Makes a network as small or fast as asked while somebody's loop trains it.
+
+    >>> model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 2))
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> plan = Plan(model, torch.zeros(1, 8), optimizer, Target(macs=0.25), epochs=4)
+    >>> for epoch in range(4):
+    ...     for _ in range(10):
+    ...         model(torch.randn(16, 8)).square().mean().backward()
+    ...         optimizer.step(); optimizer.zero_grad()
+    ...     plan.epoch()
+    >>> plan.finish()[0].out_features
+    8
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        example_inputs: Examples,
+        optimizer: Any,
+        target: Target,
+        epochs: int | None = None,
+        *,
+        steps: int | None = None,
+        penalty: str | Penalty = "hoyer-square",
+        groups: str | Grouping | Iterable[str | Grouping] | None = None,
+        strength: float | None = None,
+        pull: float = 0.1,
+        control: bool = True,
+        weigh: str = "size",
+        stages: Stages | None = None,
+        rounds: int = 3,
+        protect: str | Iterable[str] = (),
+        multiple: int = 1,
+        least: float = 0.05,
+        by_cost: bool | None = None,
+        score: str | Score = "magnitude",
+        batches: Iterable[Any] | None = None,
+        loss: Loss | None = None,
+        baseline: float | None = None,
+    ):
+        self.total = _length(epochs, steps)
+        self.by_steps = steps is not None
+        self.model, self.target = unwrap(model), target
+        self.optimizers = [bare(o) for o in (optimizer if isinstance(optimizer, list | tuple) else [optimizer])]
+        self.stages, self.rounds = stages or Stages(), _rounds(rounds)
+        with torch.random.fork_rng(devices=[]):  # making a plan leaves the user's random numbers alone
+            self.cutter = Cutter(
+                model,
+                example_inputs,
+                target,
+                groups,
+                protect=protect,
+                multiple=multiple,
+                least=least,
+                by_cost=by_cost,
+                score=score,
+                batches=batches,
+                loss=loss,
+            )
+        self.regularizer = Regularizer(
+            model,
+            penalty,
+            self.cutter.groups,
+            1.0 if strength is None else strength,
+            self.cutter.parameters,
+            weigh=weigh,
+        )
+        self.pull, self.control = not_negative(pull, "pull"), control
+        self.baseline = baseline
+        self.done = 0
+        self.level = 0
+        self.masks: Masks | None = None
+        self.history: list[dict[str, Any]] = []
+        self.notes: list[str] = []
+        self.report: PlanReport | None = None
+        self._before = sum(p.numel() for p in self.model.parameters())
+        self._given = strength is not None
+        self._probed: list[list[float]] = []
+        self._rates: list[float] = []
+        self._window = 0
+        self._density = self._density_whole = self.regularizer.effective_density().item()
+        self._share = self.cutter.share_now()
+        self._stuck: list[str] = []
+        self._best: dict[str, Any] | None = None
+        self._held: list[Hold] = []
+        self._probe: Any = None
+        self._attached = False
+        self._follow()
+
+    # Where it stands
+
+    @property
+    def moments(self) -> list[int]:
+        """After how many epochs (or steps) each round prunes, if the drop allows it."""
+        begin = round(self.stages.dense * self.total)
+        last = round((self.stages.dense + self.stages.regularize) * self.total)
+        last = max(1, min(last, self.total - 1 if self.total > 1 else 1))
+        begin = min(begin, last - 1)
+        return [begin + max(1, round((last - begin) * (i + 1) / self.rounds)) for i in range(self.rounds)]
+
+    @property
+    def stage(self) -> str:
+        if self.report is not None:
+            return "done"
+        if self.level >= self.rounds:
+            return "finetune"
+        return "dense" if self.done < round(self.stages.dense * self.total) else "regularize"
+
+    def share_of_level(self, level: int) -> float:
+        """What the network is to cost after so many rounds: each takes the same share of what the last one left."""
+        return float(self.target.share ** (level / self.rounds))
+
+    def metrics(self) -> dict[str, float]:
+        """Where the plan stands, as numbers: for TensorBoard (`writer.add_scalars("plan", plan.metrics(), epoch)`)."""
+        strength = sum(self.regularizer.strength_now().values()) / len(self.regularizer.schedules)
+        line = {
+            "share": self._share,
+            "round": float(self.level),
+            "strength": strength if self._attached else 0.0,
+            "effective_density": self.regularizer.effective_density().item(),
+        }
+        score = self.history[-1].get("score") if self.history else None
+        return line if score is None else {**line, "score": score}
+
+    # What the loop calls
+
+    def epoch(self, score: float | None = None) -> None:
+        """An epoch is over, and this is how well the network does (higher is better), if that was looked at."""
+        if self.by_steps:
+            raise UserError("plan: it was made with steps=; call plan.step() after each of them, not plan.epoch().")
+        self._tick(score, correct=True)
+
+    def step(self, score: float | None = None) -> None:
+        """A step is over; with a score where the network was validated after it."""
+        if not self.by_steps:
+            raise UserError("plan: it was made with epochs=; call plan.epoch() after each of them, not plan.step().")
+        often = max(1, self.total // CORRECTIONS)
+        self._tick(score, correct=(self.done + 1) % often == 0)
+
+    def _tick(self, score: float | None, correct: bool) -> None:
+        if self.report is not None or self.done >= self.total:
+            unit = "steps" if self.by_steps else "epochs"
+            raise UserError(f"plan: its {self.total} {unit} are over; call plan.finish().")
+        score = _agreed(None if score is None else float(score))
+        if self.target.drop is not None and score is None and not self.by_steps:
+            raise UserError("plan: the target allows a drop, so it needs your validation score: plan.epoch(score).")
+        stage = self.stage
+        self.done += 1
+        if self._calibrated():
+            self._stop_probing()
+        self._rates.append(float(self.optimizers[0].param_groups[0]["lr"]))
+        if score is not None:
+            self._remember(score)
+        if correct or score is not None:
+            self.history.append(
+                {
+                    "step" if self.by_steps else "epoch": self.done,
+                    "stage": stage,
+                    "share": self._share,
+                    "strength": self.regularizer.strength_now() if self._attached else {},
+                    **({} if score is None else {"score": score}),
+                }
+            )
+        if stage == "regularize" and correct:
+            self._correct()
+        if self.level < self.rounds and self.done >= self.moments[self.level] and self._allowed(score):
+            self._prune(self.level + 1)
+        self._follow()
+
+    def finish(self) -> nn.Module:
+        """The compacted network; `plan.report` says what became of it. The model itself has the same zeros."""
+        if self.report is not None:
+            raise UserError("plan: it is finished already.")
+        if self.level < self.rounds and self.target.drop is None:
+            self._note(f"finished after {self.done} of {self.total}, before the last prune: it is not finetuned.")
+            self._prune(self.rounds)
+        if self._best is not None:
+            self.model.load_state_dict(self._best["model"])
+            self.level = int(self._best["level"])
+        self._release()
+        small = self.cutter.compacted()
+        self.report = self._reported(small)
+        return small
+
+    # Regularizing
+
+    def _follow(self) -> None:
+        """Attaches and detaches what the stage needs."""
+        if self.stage != "regularize":
+            self._detach()
+        elif not self._attached:
+            if self._given or self._calibrated():
+                self.regularizer.attach(*self.optimizers)
+                self._attached = True
+            elif self._probe is None and self.pull:
+                self._probe = self.optimizers[-1].register_step_post_hook(self._look)
+
+    def _detach(self) -> None:
+        self.regularizer.detach()
+        self._attached = False
+        self._stop_probing()
+
+    def _stop_probing(self) -> None:
+        if self._probe is not None:
+            self._probe.remove()
+            self._probe = None
+
+    def _calibrated(self) -> bool:
+        return len(self._probed) >= PROBES
+
+    @torch.no_grad()
+    def _look(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """After one of the first steps: how large the loss's gradient is, and the penalty's at strength 1."""
+        scale = getattr(optimizer, "grad_scale", None)
+        tensors = {id(t): t for term in self.regularizer.terms for t in term.unit.tensors}
+        found = [t.grad for t in tensors.values() if t.grad is not None]
+        if not found or self._calibrated():
+            return
+        loss = torch.stack([wide(g).norm().cpu() for g in found]).norm().item() / (
+            1.0 if scale is None else scale.item()
+        )
+        penalty = _penalty_norm(self.regularizer)
+        if math.isfinite(loss) and loss > 0 and penalty > 0:
+            self._probed.append([loss, penalty])
+        if self._calibrated():
+            mean = [sum(values) / PROBES for values in zip(*self._probed, strict=True)]
+            self.regularizer.strengthen(self.pull * mean[0] / mean[1])
+            self._follow()  # the hook itself goes at the next tick: not while the optimizer calls its hooks
+
+    def _correct(self) -> None:
+        """Takes the strength to where the effective density falls with what the next prune is to keep."""
+        before, self._density = self._density, self.regularizer.effective_density().item()
+        if not self._attached or not self.control or self.level >= self.rounds:
+            return
+        often = max(1, self.total // CORRECTIONS) if self.by_steps else 1
+        left = math.ceil((self.moments[self.level] - self.done) / often)
+        seen = self._rates[self._window :: often] if self.by_steps else self._rates[self._window :]
+        if left < 1 or not seen:
+            return
+        aim = self.cutter.plan(self.share_of_level(self.level + 1)).kept() * self._density_whole
+        rates = [*seen, *([seen[-1]] * left)]
+        self.regularizer.strengthen(correction(before, self._density, aim, rates, len(seen)))
+
+    # Pruning
+
+    def _allowed(self, score: float | None) -> bool:
+        """Whether the network may be cut further: not while it has lost more than it may."""
+        if self.target.drop is None or self.level == 0:
+            return True
+        return score is not None and self._within(score)
+
+    def _prune(self, level: int) -> None:
+        cut = _agreed(self.cutter.plan(self.share_of_level(level)))
+        assert isinstance(cut, Cut)
+        self._hold(self.cutter.apply(cut))
+        self.level, self._share, self._stuck = level, cut.share, cut.stuck
+        self._window = len(self._rates)
+        self._density = self.regularizer.effective_density().item()
+
+    def _hold(self, masks: Masks) -> None:
+        for held in self._held:
+            held.release()
+        self.masks = masks
+        self._held = [masks.hold(o, self.model) for o in self.optimizers if _holds_some(o, masks, self.model)]
+
+    def _release(self) -> None:
+        self._detach()
+        for held in self._held:
+            held.release()
+        self._held = []
+
+    # Scores
+
+    @property
+    def base(self) -> float | None:
+        """The score that drops are measured from: the one given, or the best before the first prune."""
+        if self.baseline is not None:
+            return self.baseline
+        dense = [
+            line["score"] for line in self.history if "score" in line and line["share"] == self.history[0]["share"]
+        ]
+        return max(dense, default=None)
+
+    def _within(self, score: float) -> bool:
+        base = self.base
+        return self.target.drop is None or base is None or score >= base - self.target.drop - 1e-9
+
+    def _remember(self, score: float) -> None:
+        """Keeps the weights of the epoch that would be handed back if training ended now."""
+        if self.target.drop is None and self.level < self.rounds:
+            return
+        within = self.level == 0 or self._within(score)
+        rank = [float(within), float(self.level if within else 0), score]
+        if self._best is None or rank > self._best["rank"]:
+            weights = {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
+            self._best = {"rank": rank, "level": self.level, "epoch": self.done, "score": score, "model": weights}
+
+    def _note(self, text: str) -> None:
+        self.notes.append(text)
+
+    # Saving
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a plan needs to go on, beside the model's and the optimizer's own states: tensors and plain data."""
+        return {
+            "total": self.total,
+            "done": self.done,
+            "level": self.level,
+            "regularizer": self.regularizer.state_dict(),
+            "masks": None if self.masks is None else self.masks.state_dict(),
+            "best": self._best,
+            "history": [dict(line) for line in self.history],
+            "notes": list(self.notes),
+            "probed": [list(pair) for pair in self._probed],
+            "rates": list(self._rates),
+            "window": self._window,
+            "density": self._density,
+            "density_whole": self._density_whole,
+            "share": self._share,
+            "stuck": list(self._stuck),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where `state_dict` was taken; load the model's and the optimizer's states as well."""
+        if state["total"] != self.total:
+            raise UserError(f"plan: this state is of a plan of {state['total']}, not {self.total}; make it the same.")
+        self._release()
+        self.done, self.level = int(state["done"]), int(state["level"])
+        self.regularizer.load_state_dict(state["regularizer"])
+        self._best = None if state["best"] is None else dict(state["best"])
+        self.history = [dict(line) for line in state["history"]]
+        self.notes = list(state["notes"])
+        self._probed = [list(pair) for pair in state["probed"]]
+        self._rates, self._window = list(state["rates"]), int(state["window"])
+        self._density, self._density_whole = state["density"], state["density_whole"]
+        self._share, self._stuck = state["share"], list(state["stuck"])
+        self.masks = None
+        if state["masks"] is not None:
+            self._hold(Masks.from_state_dict(state["masks"], self.model))
+        self._follow()
+
+    # The end
+
+    def _reported(self, small: nn.Module) -> PlanReport:
+        reached = self.cutter.share_of(small)
+        scores = [line["score"] for line in self.history if "score" in line]
+        score = self._best["score"] if self._best else (scores[-1] if scores else None)
+        notes = list(self.notes)
+        if reached > self.target.share * (1 + CLOSE):
+            notes.append(self._why_not(reached))
+        return PlanReport(
+            target=self.target,
+            reached=reached,
+            epoch=int(self._best["epoch"]) if self._best else self.done,
+            score=score,
+            base=self.base,
+            widths=self.cutter.widths(),
+            notes=notes,
+            history=self.history,
+        )
+
+    def _why_not(self, reached: float) -> str:
+        far = f"{reached:.3f} was reached, {self.target.share:g} was asked for"
+        if self.level < self.rounds:
+            return f"{far}: cutting further lost more than the drop of {self.target.drop:g} that is allowed."
+        fixed = [f"{name} ({why})" for name, why in self.cutter.fixed().items()]
+        stuck = f"at their least width: {', '.join(self._stuck) or 'none'}"
+        return f"{far}: {stuck}; not to be cut: {', '.join(fixed) or 'none'}."
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """What a plan came to: the share that was asked for and the one reached, the score, and every set's width."""
+
+    target: Target
+    reached: float
+    epoch: int
+    score: float | None
+    base: float | None
+    widths: list[tuple[str, int, int, str]]
+    notes: list[str] = field(default_factory=list)
+    history: list[dict[str, Any]] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, for a log of any kind."""
+        return {
+            "target": {self.target.kind: self.target.share, "drop": self.target.drop},
+            "reached": self.reached,
+            "epoch": self.epoch,
+            "score": self.score,
+            "score_before": self.base,
+            "widths": {name: [before, after] for name, before, after, _ in self.widths},
+            "notes": self.notes,
+            "history": self.history,
+        }
+
+    def __str__(self) -> str:
+        lines = [
+            f"asked for: {self.target.title()}",
+            f"reached:   {self.reached:.4f}, the weights of epoch {self.epoch}",
+        ]
+        if self.score is not None:
+            before = "" if self.base is None else f", {self.base:.4f} before the first prune"
+            lines.append(f"score:     {self.score:.4f}{before}")
+        lines += [f"note:      {note}" for note in self.notes]
+        cells = [
+            ("channels of", "before", "after", ""),
+            *((n, f"{b:,}", f"{a:,}", why) for n, b, a, why in self.widths),
+        ]
+        return "\n".join([*lines, *(_columns(cells) if self.widths else [])])
+
+
+def _columns(cells: Sequence[Sequence[str]]) -> list[str]:
+    wide = [max(len(row[i]) for row in cells) for i in range(3)]
+    return [f"{n:<{wide[0]}}  {b:>{wide[1]}}  {a:>{wide[2]}}  {why}".rstrip() for n, b, a, why in cells]
+
+
+@torch.no_grad()
+def _penalty_norm(regularizer: Regularizer) -> float:
+    """The norm of the penalty's gradient, with the strengths as they are."""
+    squares = []
+    for term in regularizer.terms:
+        c = term.penalty.coefficient(term.magnitudes()) * term.scale
+        for laid, tensor in zip(term.unit.spread(c), term.unit.tensors, strict=True):
+            squares.append((laid * wide(tensor)).square().sum().cpu())
+    return torch.stack(squares).sum().sqrt().item()
+
+
+def _holds_some(optimizer: torch.optim.Optimizer, masks: Masks, model: nn.Module) -> bool:
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return any(id(p) in held for name, p in model.named_parameters() if name in masks)
+
+
+def _agreed(value: Any) -> Any:
+    """What the first process says, in all of them: scores and times may differ between processes."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+    return value
+
+
+def _length(epochs: int | None, steps: int | None) -> int:
+    if (epochs is None) == (steps is None):
+        raise UserError("plan: say how long you will train: either epochs= or steps=.")
+    length = epochs if steps is None else steps
+    if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+        raise UserError(f"plan: {length!r} is not a number of epochs or steps; it is a whole number, 1 or more.")
+    return length
+
+
+def _rounds(rounds: int) -> int:
+    if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1:
+        raise UserError(f"plan: rounds is {rounds!r}; it is a whole number, 1 or more.")
+    return rounds

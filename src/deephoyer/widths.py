@@ -1,0 +1,309 @@
+"""How wide each layer is left: what widths cost, what their channels are worth, and which go to keep a bound.
+
+A cost is a sum of terms, each of which depends on how many channels are left of the coupled sets that a layer writes
+and reads: multiply-accumulates, parameters, or the milliseconds that `latency.py` measures. Channels go in blocks, the
+one that is worth least (for what it costs) first. What a channel is worth is said by a score; here nothing is pruned.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from deephoyer.counting import count
+from deephoyer.inference import Examples
+from deephoyer.rules import Scores
+from deephoyer.structure import Coupled
+from deephoyer.structure.layers import by_blocks, kind_of
+
+Live = Mapping[str, int]
+"""How many channels are left of each set, by the set's name."""
+
+
+CLOSE = 0.02
+"""A target is met when the network is no more than this share of it away."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """The inputs or the outputs of a layer: how many there are, and how many each channel of a set stands for."""
+
+    total: int
+    fixed: float
+    of_sets: Mapping[str, float]
+
+    def live(self, live: Live) -> float:
+        return self.fixed + sum(live[name] * each for name, each in self.of_sets.items())
+
+
+@dataclass(frozen=True)
+class CostTerm:
+    """What one layer costs at these numbers of live inputs and outputs."""
+
+    sides: tuple[Side, ...]
+    price: Callable[..., float]
+
+    def value(self, live: Live) -> float:
+        return self.price(*(side.live(live) for side in self.sides))
+
+    @property
+    def sets(self) -> set[str]:
+        return {name for side in self.sides for name in side.of_sets}
+
+
+@dataclass
+class WidthCost:
+    """What a network costs by the widths of its coupled sets; `constant` is what no width changes."""
+
+    name: str
+    widths: dict[str, int]
+    terms: list[CostTerm]
+    constant: float = 0.0
+    _by_set: dict[str, list[CostTerm]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._by_set = {name: [t for t in self.terms if name in t.sets] for name in self.widths}
+        self.dense = self.value(self.widths)
+
+    def value(self, live: Live) -> float:
+        return self.constant + sum(term.value(live) for term in self.terms)
+
+    def share(self, live: Live) -> float:
+        """The cost as a share of that of the whole network."""
+        return self.value(live) / self.dense if self.dense else 1.0
+
+    def change(self, live: dict[str, int], name: str, by: int) -> float:
+        """By how much the cost grows when a set has `by` channels more (or fewer)."""
+        terms = self._by_set[name]
+        before = sum(term.value(live) for term in terms)
+        after = sum(term.value({**live, name: live[name] + by}) for term in terms)
+        return after - before
+
+    def neighbours(self, name: str) -> set[str]:
+        """The sets that share a layer with this one: what theirs would save changes with it."""
+        return set().union(*(term.sets for term in self._by_set[name])) | {name}
+
+
+def sides_of(groups: Coupled) -> dict[tuple[str, str], Side]:
+    """For each place of the network's graph how its width depends on the sets that may go."""
+    graph = groups.graph.wired()
+    free = [one for one in groups.sets if one.reason is None]
+    owner = torch.full((graph.count,), -1)
+    for i, one in enumerate(free):
+        owner[torch.tensor(one.channels)] = i
+    found = {}
+    for place, channels in graph.places().items():
+        owners = owner[channels]
+        held = torch.bincount(owners[owners >= 0], minlength=len(free)).tolist()
+        of_sets = {one.name: n / len(one.channels) for one, n in zip(free, held, strict=True) if n}
+        found[place] = Side(len(channels), float((owners < 0).sum()), of_sets)
+    return found
+
+
+def macs_cost(model: nn.Module, examples: Examples, groups: Coupled) -> WidthCost:
+    """Multiply-accumulates of the layers, as `counting` counts what is there."""
+    rows = {row.name: row.macs_there or 0 for row in count(model, examples)[0]}
+    terms = [_product(rows[name], sides) for name, sides in _layers(groups).items() if rows.get(name)]
+    known = sum(rows[name] for name in _layers(groups) if rows.get(name))
+    return WidthCost("MACs", _widths(groups), terms, float(sum(rows.values()) - known))
+
+
+def parameters_cost(model: nn.Module, groups: Coupled) -> WidthCost:
+    """Parameters, those of norms and loose tensors included."""
+    sides, layers = sides_of(groups), _layers(groups)
+    named = dict(groups.model.named_parameters(remove_duplicate=False))
+    terms: list[CostTerm] = []
+    seen: set[int] = set()
+    for (name, side), one in sides.items():
+        for full, tensor in _tensors_at(groups, name, side, named):
+            if id(tensor) in seen:
+                continue
+            seen.add(id(tensor))
+            whole = full.endswith("weight") and name in layers and tensor.dim() > 1
+            terms.append(_product(tensor.numel(), layers[name] if whole else (one,)))
+    total = sum(p.numel() for p in model.parameters())
+    return WidthCost("parameters", _widths(groups), terms, float(total - sum(t.value(_widths(groups)) for t in terms)))
+
+
+def _tensors_at(
+    groups: Coupled, name: str, side: str, named: Mapping[str, nn.Parameter]
+) -> list[tuple[str, nn.Parameter]]:
+    if (name, side) in groups.graph.loose:
+        return [(name, named[name])] if name in named else []
+    module = groups.model.get_submodule(name)
+    prefix = f"{name}." if name else ""
+    return [(prefix + n, p) for n, p in module.named_parameters(recurse=False)]
+
+
+def _widths(groups: Coupled) -> dict[str, int]:
+    return {one.name: len(one.channels) for one in groups.sets if one.reason is None}
+
+
+def _layers(groups: Coupled) -> dict[str, tuple[Side, ...]]:
+    """The sides that a layer's weight depends on; whole groups of a convolution go by their outputs alone."""
+    sides = sides_of(groups)
+    found: dict[str, tuple[Side, ...]] = {}
+    for name, side in sides:
+        module = groups.model.get_submodule(name) if (name, side) in groups.graph.layers else None
+        if module is None or kind_of(module) is None or name in found:
+            continue
+        grouped = getattr(module, "groups", 1) > 1 and by_blocks(module)
+        both = [sides[name, s] for s in ("out", "in") if (name, s) in sides and not (s == "in" and grouped)]
+        found[name] = tuple(both)
+    return found
+
+
+def _product(cost: float, sides: Sequence[Side]) -> CostTerm:
+    each = cost / math.prod(side.total for side in sides)
+    return CostTerm(tuple(sides), lambda *live: each * math.prod(live))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which groups of each unit stay, what the network then costs, and the sets that could not give more."""
+
+    keeps: list[Tensor]
+    share: float
+    live: dict[str, int]
+    at_least: list[str]
+
+    def kept(self) -> float:
+        """The share of the groups that stay."""
+        return sum(int(k.sum()) for k in self.keeps) / max(1, sum(k.numel() for k in self.keeps))
+
+
+@dataclass
+class _Blocks:
+    """One set's channels, best first; `live` of them stay."""
+
+    name: str
+    order: Tensor
+    worth: list[float]
+    live: int
+    least: int
+    multiple: int
+
+    def step(self) -> int:
+        """How many channels go next: to the next multiple below, and never under the least width."""
+        below = (self.live - 1) // self.multiple * self.multiple
+        return self.live - below if below >= self.least else 0
+
+    def back(self) -> int:
+        """How many come back with the block that went last."""
+        return min(self.multiple - self.live % self.multiple, len(self.worth) - self.live)
+
+    def worth_of_next(self, number: int) -> float:
+        return sum(self.worth[self.live - number : self.live])
+
+
+def choose(
+    cost: WidthCost,
+    names: Sequence[str],
+    scores: Sequence[Scores],
+    share: float,
+    *,
+    multiple: int = 1,
+    least: float = 0.05,
+    by_cost: bool = False,
+    frozen: Sequence[str] = (),
+) -> Choice:
+    """The groups that stay so that the cost is at most `share` of the whole network's, and near it as blocks allow.
+
+    Channels go one block of `multiple` after the other. With `by_cost` the next is the one whose worth for each unit
+    of cost it saves is least, otherwise the one whose channels are worth least. A set keeps the share `least` of
+    its channels, one at least; those in `frozen` keep all that are not zero already.
+    """
+    blocks = {n: _blocks(n, s, multiple, least, n in frozen) for n, s in zip(names, scores, strict=True)}
+    live = {**cost.widths, **{n: b.live for n, b in blocks.items()}}
+    bound = share * cost.dense
+    now = cost.value(live)
+
+    def key(name: str) -> tuple[float, int]:
+        block = blocks[name]
+        number = block.step()
+        if not number:
+            return math.inf, 0
+        worth = block.worth_of_next(number)
+        if not by_cost:
+            return worth / number, number
+        saved = -cost.change(live, name, -number)
+        return (worth / saved if saved > 0 else math.inf), number
+
+    keys = {name: key(name) for name in blocks}
+    while now > bound:
+        name = min(keys, key=lambda n: keys[n][0])
+        value, number = keys[name]
+        if not number or math.isinf(value):
+            break
+        now += cost.change(live, name, -number)
+        live[name] -= number
+        blocks[name].live -= number
+        for other in cost.neighbours(name) if by_cost else {name}:
+            if other in keys:
+                keys[other] = key(other)
+    _fill(cost, blocks, live, bound)
+    if cost.value(live) < bound * (1 - CLOSE):  # a little too large is nearer than much too small
+        _fill(cost, blocks, live, bound * (1 + CLOSE))
+    if cost.value(live) < bound * (1 - CLOSE):
+        _swap(cost, blocks, live, bound)
+    keeps = []
+    for name, s in zip(names, scores, strict=True):
+        keep = torch.zeros(s.score.numel(), dtype=torch.bool)
+        keep[blocks[name].order[: blocks[name].live]] = True
+        keeps.append(keep.to(s.score.device) & (s.score > 0))
+    stuck = [name for name, block in blocks.items() if not block.step()]
+    return Choice(keeps, cost.value(live) / cost.dense if cost.dense else 1.0, live, stuck)
+
+
+def _fill(cost: WidthCost, blocks: Mapping[str, _Blocks], live: dict[str, int], bound: float) -> None:
+    """Takes back, best first, what still fits under the bound: the last block to go may have been a large one."""
+    now = cost.value(live)
+    while now <= bound:
+        best, worth = None, 0.0
+        for name, block in blocks.items():
+            number = block.back()
+            if number <= 0:
+                continue
+            mean = sum(block.worth[block.live : block.live + number]) / number
+            if mean > worth and now + cost.change(live, name, number) <= bound:
+                best, worth = name, mean
+        if best is None:
+            return
+        number = blocks[best].back()
+        now += cost.change(live, best, number)
+        live[best] += number
+        blocks[best].live += number
+
+
+def _swap(cost: WidthCost, blocks: Mapping[str, _Blocks], live: dict[str, int], bound: float) -> None:
+    """One block of one set comes back and one of another goes, where that ends near the bound and loses least worth."""
+    best: tuple[float, dict[str, int]] | None = None
+    for to, back in ((name, block.back()) for name, block in blocks.items()):
+        for of, gone in ((name, block.step()) for name, block in blocks.items()):
+            if to == of or back <= 0 or gone <= 0:
+                continue
+            changed = {**live, to: live[to] + back, of: live[of] - gone}
+            if abs(cost.value(changed) - bound) > CLOSE * bound:
+                continue
+            gain = sum(blocks[to].worth[live[to] : live[to] + back]) - blocks[of].worth_of_next(gone)
+            if best is None or gain > best[0]:
+                best = gain, changed
+    if best is not None:
+        live.update(best[1])
+        for name, block in blocks.items():
+            block.live = live[name]
+
+
+def _blocks(name: str, s: Scores, multiple: int, least: float, frozen: bool) -> _Blocks:
+    score = s.score.detach().double().cpu()
+    order = score.argsort(descending=True, stable=True)
+    alive = int((score > 0).sum())
+    relative = score[order[:alive]] / (s.std if s.std > 0 else 1.0)
+    floor = alive if frozen else min(alive, max(1, math.ceil(least * len(score))))
+    if multiple > 1:
+        floor = min(alive, max(floor, multiple))
+    return _Blocks(name, order, relative.square().tolist(), alive, floor, multiple)

@@ -1,0 +1,334 @@
+"""A plan in loops of many kinds: it ends at its target, survives being killed, and lets an allowed drop win."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import nn
+
+import deephoyer as dh
+from deephoyer.counting import count
+from deephoyer.lab.models import make
+from deephoyer.plan import Plan, Stages
+from deephoyer.targets import Target
+
+X = torch.zeros(2, 3, 8, 8)
+EPOCHS = 8
+
+
+def network(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Conv2d(3, 24, 3, padding=1),
+        nn.BatchNorm2d(24),
+        nn.ReLU(),
+        nn.Conv2d(24, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(128, 48),
+        nn.ReLU(),
+        nn.Linear(48, 4),
+    )
+
+
+def batches(epoch, count=6, size=(3, 8, 8), of=16):
+    """Images of four kinds that differ by where they are bright."""
+    draw = torch.Generator().manual_seed(epoch)
+    for _ in range(count):
+        y = torch.randint(0, 4, (of,), generator=draw)
+        x = torch.randn(of, *size, generator=draw)
+        half = size[-1] // 2
+        for i, kind in enumerate(y.tolist()):
+            x[i, :, half * (kind // 2) :, half * (kind % 2) :] += 1.0
+        yield x, y
+
+
+def train(model, optimizer, epoch, **settings):
+    model.train()
+    for x, y in batches(epoch, **settings):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+def macs_share(small, model, example=X):
+    return count(small, example)[1].macs_there / count(model, example)[1].macs_there
+
+
+def adam(model):
+    return torch.optim.Adam(model.parameters(), lr=3e-3)
+
+
+def test_six_lines_take_a_resnet_20_to_its_target():
+    torch.manual_seed(0)
+    model = make("resnet-20")
+    example = torch.zeros(1, 3, 32, 32)
+    whole = count(model, example)[1].macs_there
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    plan = Plan(model, example, optimizer, target=Target(macs=0.4), epochs=6)
+    for epoch in range(6):
+        train(model, optimizer, epoch, count=2, size=(3, 32, 32), of=8)
+        plan.epoch()
+    small = plan.finish()
+    share = count(small, example)[1].macs_there / whole
+    assert 0.392 <= share <= 0.408
+    assert plan.report.reached == pytest.approx(share) and not plan.report.notes
+    x = next(batches(99, size=(3, 32, 32)))[0]
+    torch.testing.assert_close(small.eval()(x), model.eval()(x), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["macs", "parameters", "density"])
+@pytest.mark.parametrize("share", [0.5, 0.15])
+def test_a_plan_ends_within_two_percent_of_every_size(kind, share):
+    model = network()
+    optimizer = adam(model)
+    plan = Plan(model, X, optimizer, Target(**{kind: share}), EPOCHS, rounds=2)
+    for epoch in range(EPOCHS):
+        train(model, optimizer, epoch, count=3)
+        plan.epoch()
+    small = plan.finish()
+    total = count(small, X)[1]
+    whole = count(network(), X)[1]
+    reached = {
+        "macs": total.macs_there / whole.macs_there,
+        "parameters": total.parameters / whole.parameters,
+        "density": count(model)[1].density,
+    }[kind]
+    assert share * 0.97 < reached <= share * 1.02, "so few channels are coarse"
+    assert plan.report.reached == pytest.approx(reached)
+
+
+def run(until=EPOCHS, state=None, start=0, **settings):
+    """A loop with its own checkpoint; the states after `until` epochs, and the plan."""
+    model = network()
+    optimizer = adam(model)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS)
+    plan = Plan(model, X, optimizer, Target(macs=0.3), EPOCHS, **settings)
+    if state is not None:
+        for part, saved in zip((model, optimizer, schedule, plan), state, strict=True):
+            part.load_state_dict(saved)
+    for epoch in range(start, until):
+        train(model, optimizer, epoch)
+        schedule.step()
+        with torch.no_grad():
+            score = sum(int((model.eval()(x).argmax(1) == y).sum()) for x, y in batches(100)) / 96
+        plan.epoch(score)
+    return [part.state_dict() for part in (model, optimizer, schedule, plan)], plan
+
+
+def test_a_plan_killed_in_any_of_its_phases_ends_bit_for_bit_the_same():
+    settings = {"stages": Stages(0.25, 0.5), "rounds": 2}
+    _, whole = run(**settings)
+    expected = whole.finish().state_dict()
+    stages = set()
+    for cut in (1, 3, 5, 7):  # after three epochs it is still looking for its first strength
+        saved, killed = run(cut, **settings)
+        stages.add(killed.stage)
+        file = io.BytesIO()
+        torch.save(saved, file)
+        file.seek(0)
+        _, resumed = run(EPOCHS, torch.load(file, weights_only=True), cut, **settings)
+        found = resumed.finish().state_dict()
+        assert found.keys() == expected.keys() and all(torch.equal(found[k], expected[k]) for k in found), cut
+        assert resumed.report.to_json() == whole.report.to_json()
+    assert stages == {"dense", "regularize", "finetune"}
+
+
+def test_the_penalty_presses_while_it_regularizes_and_lets_go_afterwards():
+    _, plan = run(6, stages=Stages(0.25, 0.5), rounds=1)
+    strengths = [line["strength"] for line in plan.history]
+    assert strengths[0] == strengths[1] == {}, "dense"
+    assert all(s["coupled"] > 0 for s in strengths[3:6]), "of the third epoch it looked at the gradients"
+    _, plan = run(8, stages=Stages(0.25, 0.5), rounds=1)
+    assert plan.history[-1]["strength"] == {} and plan.history[-1]["stage"] == "finetune"
+    assert plan.metrics()["strength"] == 0 and plan.metrics()["share"] <= 0.3
+
+
+def test_a_stronger_pull_leaves_less_of_what_is_pruned():
+    def lost(pull):
+        _, plan = run(5, stages=Stages(0.0, 0.75), rounds=1, pull=pull, control=False)
+        return plan.regularizer.effective_density().item()
+
+    assert lost(0.3) < lost(0.03) < lost(0.0)
+
+
+def scored_run(scores, **settings):
+    model = network()
+    optimizer = adam(model)
+    plan = Plan(model, X, optimizer, Target(macs=0.25, drop=0.02), len(scores), **settings)
+    for epoch, score in enumerate(scores):
+        train(model, optimizer, epoch, count=1)
+        plan.epoch(score)
+    return plan, plan.finish(), model
+
+
+def test_where_size_and_drop_conflict_the_drop_wins_and_the_plan_says_how_far_it_came():
+    """Pruned once it keeps its score, pruned twice it does not."""
+    plan, small, model = scored_run([0.9, 0.9, 0.9, 0.89, 0.7, 0.7, 0.8, 0.85], stages=Stages(0.25, 0.25), rounds=2)
+    assert plan.report.score == 0.89 and plan.report.epoch == 4
+    assert macs_share(small, model) == pytest.approx(0.5, rel=0.03)
+    assert "was asked for: cutting further lost more than the drop of 0.02" in plan.report.notes[0]
+    assert "asked for: 0.25 of the MACs, losing at most 0.02" in str(plan.report)
+
+
+def test_a_prune_waits_until_the_score_is_back():
+    plan, small, model = scored_run([0.9, 0.9, 0.9, 0.8, 0.8, 0.89, 0.89, 0.89], stages=Stages(0.25, 0.25), rounds=2)
+    shares = [line["share"] for line in plan.history]
+    assert shares[5] > 0.4 > shares[6], "after the sixth epoch"
+    assert macs_share(small, model) == pytest.approx(0.25, rel=0.05) and plan.report.score == 0.89
+
+
+def test_the_epoch_that_is_kept_is_the_best_after_the_last_prune():
+    model = network()
+    optimizer = adam(model)
+    plan = Plan(model, X, optimizer, Target(macs=0.3), 6, stages=Stages(0, 0.5), rounds=1)
+    kept = {}
+    for epoch, score in enumerate([0.99, 0.99, 0.99, 0.5, 0.8, 0.7]):
+        train(model, optimizer, epoch)
+        kept[epoch] = copy.deepcopy(model.state_dict())
+        plan.epoch(score)
+    plan.finish()
+    assert plan.report.epoch == 5 and all(torch.equal(t, kept[4][n]) for n, t in model.state_dict().items())
+
+
+def test_a_target_beyond_reach_names_the_layers_that_could_not_give_more():
+    model = network()
+    optimizer = adam(model)
+    plan = Plan(model, X, optimizer, Target(macs=0.05), 2, protect=["3", "7"], rounds=1)
+    for epoch in range(2):
+        train(model, optimizer, epoch, count=1)
+        plan.epoch()
+    plan.finish()
+    (note,) = plan.report.notes
+    assert (
+        "0.05 was asked for: at their least width: 0;" in note and "3 (protected)" in note and "7 (protected)" in note
+    )
+    assert [(n, b, a) for n, b, a, _ in plan.report.widths if n in ("3", "7")] == [("3", 32, 32), ("7", 48, 48)]
+
+
+def test_widths_are_left_in_multiples():
+    model = network()
+    optimizer = adam(model)
+    plan = Plan(model, X, optimizer, Target(macs=0.5), 2, multiple=4, rounds=1)
+    for epoch in range(2):
+        train(model, optimizer, epoch, count=1)
+        plan.epoch()
+    small = plan.finish()
+    assert {small[0].out_channels % 4, small[3].out_channels % 4, small[7].out_features % 4} == {0}
+    assert macs_share(small, model) <= 0.5
+
+
+def test_a_plan_counts_steps_where_there_are_no_epochs():
+    model = network()
+    optimizer = adam(model)
+    plan = Plan(model, X, optimizer, Target(macs=0.3), steps=60)
+    for epoch in range(10):
+        for x, y in batches(epoch):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            plan.step()
+    assert macs_share(plan.finish(), model) == pytest.approx(0.3, rel=0.03)
+    with pytest.raises(dh.UserError, match="finished already"):
+        plan.finish()
+    with pytest.raises(dh.UserError, match=r"call plan.step\(\)"):
+        plan.epoch()
+
+
+def test_gradient_accumulation_and_amp_end_at_the_target_with_the_zeros_held():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    plan = Plan(model, X, optimizer, Target(macs=0.3), 4)
+    for epoch in range(4):
+        for i, (x, y) in enumerate(batches(epoch, count=8)):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = F.cross_entropy(model(x), y) / 2
+            scaler.scale(loss).backward()
+            if i % 2:
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+        plan.epoch()
+    dead = {n: m for n, m in plan.masks.items() if not m.all()}
+    assert dead and all(not dict(model.named_parameters())[n][~m].any() for n, m in dead.items())
+    assert 1e-8 < max(s for line in plan.history for s in line["strength"].values()) < 10, "as without a scaler"
+    assert macs_share(plan.finish(), model) == pytest.approx(0.3, rel=0.03)
+
+
+def parallel(rank, folder):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    model = nn.parallel.DistributedDataParallel(network())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    plan = Plan(model, X, optimizer, Target(macs=0.3, drop=0.1), 4)
+    for epoch in range(4):
+        for x, y in batches(2 * epoch + rank):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        plan.epoch(0.9 - 0.5 * rank)  # what another process than the first has seen does not count
+    torch.save([plan.finish().state_dict(), plan.report.reached, plan.report.score], f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="this PyTorch has no torch.distributed")
+def test_two_processes_hand_back_the_same_network(tmp_path):
+    mp.spawn(parallel, args=(str(tmp_path),), nprocs=2)
+    (first, share, score), (second, other, _) = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    assert first.keys() == second.keys() and all(torch.equal(first[k], second[k]) for k in first if "running" not in k)
+    assert share == other == pytest.approx(0.3, rel=0.03) and score == 0.9
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"epochs": None}, "either epochs= or steps="),
+        ({"epochs": 2, "steps": 3}, "either epochs= or steps="),
+        ({"epochs": 0}, "1 or more"),
+        ({"epochs": 2, "rounds": 0}, "rounds is 0"),
+        ({"epochs": 2, "protect": "conv*"}, r"no layer is called 'conv\*'"),
+        ({"epochs": 2, "protect": "*"}, "protect fewer"),
+        ({"epochs": 2, "penalty": "hoyer_sq"}, "Did you mean"),
+    ],
+)
+def test_a_plan_that_makes_no_sense_is_refused(settings, told):
+    model = network()
+    with pytest.raises(dh.UserError, match=told):
+        Plan(model, X, adam(model), Target(macs=0.5), **settings)
+
+
+@pytest.mark.parametrize(
+    ("target", "told"),
+    [
+        ({}, "give one of macs"),
+        ({"macs": 0.5, "latency": 0.5}, "here are 2"),
+        ({"macs": 1.5}, "at most 1"),
+        ({"macs": 0}, "above 0"),
+        ({"macs": 0.5, "drop": -1}, "drop"),
+        ({"latency": 0.5, "batch": 0}, "batch is 0"),
+        ({"latency": 0.5, "mode": "fast"}, "mode of running"),
+    ],
+)
+def test_a_target_that_makes_no_sense_is_refused(target, told):
+    with pytest.raises(dh.UserError, match=told):
+        Target(**target)
+
+
+def test_what_the_loop_gets_wrong_is_told():
+    model = network()
+    plan = Plan(model, X, adam(model), Target(macs=0.5, drop=0.1), 1)
+    with pytest.raises(dh.UserError, match="needs your validation score"):
+        plan.epoch()
+    plan.epoch(0.5)
+    with pytest.raises(dh.UserError, match="are over"):
+        plan.epoch(0.5)
+    with pytest.raises(dh.UserError, match="a plan of 1, not 3"):
+        Plan(model, X, adam(model), Target(macs=0.5), 3).load_state_dict(plan.state_dict())
