@@ -188,9 +188,9 @@ def main() -> None:
         for seed in args.seeds:
             model = way(job, seed)
             found.append(job.accuracy(model, images))
-            sizes.append(count(model, job.example)[1].macs_there or 0)
+            sizes.append(count(model, job.example)[1].macs_executed or 0)
         mean, spread = statistics.mean(found), statistics.stdev(found) if len(found) > 1 else 0.0
-        whole = count(make(job.network), job.example.cpu())[1].macs_there or 1
+        whole = count(make(job.network), job.example.cpu())[1].macs_executed or 1
         share = statistics.mean(sizes) / whole
         seconds = (time.monotonic() - began) / len(args.seeds)
         print(f"{title:<22} {mean:.2%} ± {spread:.2%}   MACs {share:.3f}   {seconds:.0f} s a seed", flush=True)

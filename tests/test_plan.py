@@ -59,7 +59,7 @@ def train(model, optimizer, epoch, **settings):
 
 
 def macs_share(small, model, example=X):
-    return count(small, example)[1].macs_there / count(model, example)[1].macs_there
+    return count(small, example)[1].macs_executed / count(model, example)[1].macs_executed
 
 
 def adam(model):
@@ -70,14 +70,14 @@ def test_six_lines_take_a_resnet_20_to_its_target():
     torch.manual_seed(0)
     model = make("resnet-20")
     example = torch.zeros(1, 3, 32, 32)
-    whole = count(model, example)[1].macs_there
+    whole = count(model, example)[1].macs_executed
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     plan = Plan(model, example, optimizer, target=Target(macs=0.4), epochs=6)
     for epoch in range(6):
         train(model, optimizer, epoch, count=2, size=(3, 32, 32), of=8)
         plan.epoch()
     small = plan.finish()
-    share = count(small, example)[1].macs_there / whole
+    share = count(small, example)[1].macs_executed / whole
     assert 0.392 <= share <= 0.408
     assert plan.report.reached == pytest.approx(share) and not plan.report.notes
     x = next(batches(99, size=(3, 32, 32)))[0]
@@ -97,7 +97,7 @@ def test_a_plan_ends_within_two_percent_of_every_size(kind, share):
     total = count(small, X)[1]
     whole = count(network(), X)[1]
     reached = {
-        "macs": total.macs_there / whole.macs_there,
+        "macs": total.macs_executed / whole.macs_executed,
         "parameters": total.parameters / whole.parameters,
         "density": count(model)[1].density,
     }[kind]

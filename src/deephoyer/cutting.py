@@ -25,6 +25,7 @@ from deephoyer.masks import Masks, cut, scored
 from deephoyer.rules import Rule, Scores, StdRatio, Verdict
 from deephoyer.scores import Loss, Score
 from deephoyer.structure import Coupled, compact
+from deephoyer.structure.channels import ChannelSet
 from deephoyer.targets import Target
 from deephoyer.weights import Weight, find_weights, unwrap
 from deephoyer.widths import WidthCost, choose, macs_cost, parameters_cost
@@ -114,22 +115,19 @@ class Cutter:
 
     def _cost(self, coupled: Coupled) -> WidthCost | None:
         if self.target.kind == "macs":
-            return macs_cost(self.model, self.examples, coupled)
-        return parameters_cost(self.model, coupled)
+            return macs_cost(self.examples, coupled)
+        return parameters_cost(coupled)
 
     def _protected(self, patterns: Sequence[str], coupled: Coupled) -> list[str]:
         """The sets that write the outputs of a layer that is called so."""
-        layers = {name for one in coupled.sets for name, _ in one.places}
+        layers = {name for one in coupled.sets for name in one.layers}
         for pattern in patterns:
             if not any(_called(name, pattern) for name in layers):
                 raise UserError(
                     f"protect: no layer is called {pattern!r}. There are {', '.join(sorted(layers)[:6])}, …"
                 )
-        return [
-            one.name
-            for one in coupled.sets
-            if any(side == "out" and _called(name, pattern) for name, side in one.places for pattern in patterns)
-        ]
+        written = {one.name: _written(coupled, one) for one in coupled.sets}
+        return [set_ for set_, names in written.items() if any(_called(n, p) for n in names for p in patterns)]
 
     def _selected(self, patterns: Sequence[str]) -> list[str] | None:
         names = [weight.name for weight in find_weights(self.model)]
@@ -153,8 +151,8 @@ class Cutter:
     def share_of(self, small: nn.Module) -> float:
         """What a compacted network really costs, as a share of the whole one's."""
         if self.target.kind == "macs":
-            whole = count(self.model, self.examples)[1].macs_there or 1
-            return (count(small, self.examples)[1].macs_there or 0) / whole
+            whole = count(self.model, self.examples)[1].macs_executed or 1
+            return (count(small, self.examples)[1].macs_executed or 0) / whole
         if self.target.kind == "parameters":
             return sum(p.numel() for p in small.parameters()) / sum(p.numel() for p in self.model.parameters())
         return count(self.model)[1].density  # compaction takes idle weights as well: they are not part of the bargain
@@ -239,6 +237,11 @@ class Cutter:
         free = self.groups[0]
         assert isinstance(free, Free)
         return held | dict.fromkeys(free.protected, "protected")
+
+
+def _written(coupled: Coupled, one: ChannelSet) -> set[str]:
+    """The layers whose outputs a set's channels are."""
+    return {name.rpartition(".")[0] for name, dim in one.places if (name, dim) in coupled.graph.writes}
 
 
 def _called(name: str, pattern: str) -> bool:

@@ -12,13 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from deephoyer.counting import count
+from deephoyer.executed import executed
 from deephoyer.inference import Examples
 from deephoyer.rules import Scores
 from deephoyer.structure import Coupled
-from deephoyer.structure.layers import by_blocks, kind_of
+from deephoyer.weights import all_weights
 
 Live = Mapping[str, int]
 """How many channels are left of each set, by the set's name."""
@@ -88,73 +88,61 @@ class WidthCost:
         return set().union(*(term.sets for term in self._by_set[name])) | {name}
 
 
-def sides_of(groups: Coupled) -> dict[tuple[str, str], Side]:
-    """For each place of the network's graph how its width depends on the sets that may go."""
+def sides_of(groups: Coupled) -> dict[str, tuple[Side, ...]]:
+    """For each parameter the sizes of it that depend on the sets that may go."""
     graph = groups.graph.wired()
     free = [one for one in groups.sets if one.reason is None]
     owner = torch.full((graph.count,), -1)
     for i, one in enumerate(free):
         owner[torch.tensor(one.channels)] = i
-    found = {}
-    for place, channels in graph.places().items():
+    found: dict[str, list[Side]] = {}
+    for (name, _), channels in graph.places.items():
         owners = owner[channels]
         held = torch.bincount(owners[owners >= 0], minlength=len(free)).tolist()
         of_sets = {one.name: n / len(one.channels) for one, n in zip(free, held, strict=True) if n}
-        found[place] = Side(len(channels), float((owners < 0).sum()), of_sets)
-    return found
+        if of_sets:
+            found.setdefault(name, []).append(Side(len(channels), float((owners < 0).sum()), of_sets))
+    return {name: tuple(sides) for name, sides in found.items()}
 
 
-def macs_cost(model: nn.Module, examples: Examples, groups: Coupled) -> WidthCost:
-    """Multiply-accumulates of the layers, as `counting` counts what is there."""
-    rows = {row.name: row.macs_there or 0 for row in count(model, examples)[0]}
-    terms = [_product(rows[name], sides) for name, sides in _layers(groups).items() if rows.get(name)]
-    known = sum(rows[name] for name in _layers(groups) if rows.get(name))
-    return WidthCost("MACs", _widths(groups), terms, float(sum(rows.values()) - known))
+def macs_cost(examples: Examples, groups: Coupled) -> WidthCost:
+    """Multiply-accumulates that are executed; products of attention go with the heads that are left."""
+    used, other = executed(groups.model, examples, {w.name: w.tensor for w in all_weights(groups.model)})
+    sides = sides_of(groups)
+    terms = [_product(macs, sides[name]) for name, macs in used.items() if macs and name in sides]
+    constant = float(sum(macs for name, macs in used.items() if name not in sides))
+    for module, macs in other.items():
+        heads = _heads_in(module, groups)
+        if heads is None:
+            constant += macs
+        else:
+            terms.append(_product(macs, (heads,)))
+    return WidthCost("MACs", widths_of(groups), terms, constant)
 
 
-def parameters_cost(model: nn.Module, groups: Coupled) -> WidthCost:
+def parameters_cost(groups: Coupled) -> WidthCost:
     """Parameters, those of norms and loose tensors included."""
-    sides, layers = sides_of(groups), _layers(groups)
-    named = dict(groups.model.named_parameters(remove_duplicate=False))
-    terms: list[CostTerm] = []
-    seen: set[int] = set()
-    for (name, side), one in sides.items():
-        for full, tensor in _tensors_at(groups, name, side, named):
-            if id(tensor) in seen:
-                continue
-            seen.add(id(tensor))
-            whole = full.endswith("weight") and name in layers and tensor.dim() > 1
-            terms.append(_product(tensor.numel(), layers[name] if whole else (one,)))
-    total = sum(p.numel() for p in model.parameters())
-    return WidthCost("parameters", _widths(groups), terms, float(total - sum(t.value(_widths(groups)) for t in terms)))
+    sides = sides_of(groups)
+    terms, constant = [], 0.0
+    for name, tensor in groups.model.named_parameters():
+        if name in sides:
+            terms.append(_product(tensor.numel(), sides[name]))
+        else:
+            constant += tensor.numel()
+    return WidthCost("parameters", widths_of(groups), terms, constant)
 
 
-def _tensors_at(
-    groups: Coupled, name: str, side: str, named: Mapping[str, nn.Parameter]
-) -> list[tuple[str, nn.Parameter]]:
-    if (name, side) in groups.graph.loose:
-        return [(name, named[name])] if name in named else []
-    module = groups.model.get_submodule(name)
-    prefix = f"{name}." if name else ""
-    return [(prefix + n, p) for n, p in module.named_parameters(recurse=False)]
-
-
-def _widths(groups: Coupled) -> dict[str, int]:
+def widths_of(groups: Coupled) -> dict[str, int]:
+    """How many channels each set has that may go."""
     return {one.name: len(one.channels) for one in groups.sets if one.reason is None}
 
 
-def _layers(groups: Coupled) -> dict[str, tuple[Side, ...]]:
-    """The sides that a layer's weight depends on; whole groups of a convolution go by their outputs alone."""
-    sides = sides_of(groups)
-    found: dict[str, tuple[Side, ...]] = {}
-    for name, side in sides:
-        module = groups.model.get_submodule(name) if (name, side) in groups.graph.layers else None
-        if module is None or kind_of(module) is None or name in found:
-            continue
-        grouped = getattr(module, "groups", 1) > 1 and by_blocks(module)
-        both = [sides[name, s] for s in ("out", "in") if (name, s) in sides and not (s == "in" and grouped)]
-        found[name] = tuple(both)
-    return found
+def _heads_in(module: str, groups: Coupled) -> Side | None:
+    for one in groups.sets:
+        inside = any(not module or layer == module or layer.startswith(f"{module}.") for layer in one.layers)
+        if one.heads and one.reason is None and inside:
+            return Side(len(one.channels), 0.0, {one.name: 1.0})
+    return None
 
 
 def _product(cost: float, sides: Sequence[Side]) -> CostTerm:
