@@ -104,5 +104,5 @@ def test_a_coupled_network_has_widths_in_multiples_and_the_outputs_it_had():
 
 @pytest.mark.parametrize("multiple", [0, -8, 8.0, "8", None, True])
 def test_a_multiple_that_is_no_count_is_refused(multiple):
-    with pytest.raises(dh.UserError, match=f"multiple is {multiple!r}; it is a whole number, 1 or more"):
+    with pytest.raises(dh.UserError, match=f"multiple is {multiple!r}; it must be a whole number, 1 or more"):
         dh.prune(rows(4), dh.Absolute(1.0), "filters", multiple=multiple)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import difflib
 import math
+import numbers
+import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -30,8 +32,36 @@ def unknown(kind: str, name: object, known: Iterable[str], hint: str = "") -> Us
 
 
 def not_negative(value: Any, what: str) -> float:
-    """The value as a float, refused when it is negative or not a finite number."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or value < 0:
-        raise UserError(f"{what} is {value!r}; it must be a finite number (int or float), 0 or more.")
-    return float(value)
+    """The value as a float, refused if negative or no finite number; NumPy's and torch's scalars are numbers."""
+    number = _number(value)
+    if number is None or not math.isfinite(number) or number < 0:
+        raise UserError(f"{what} is {shown(value)}; it must be a finite number (int or float), 0 or more.")
+    return number
+
+
+def positive_whole(value: Any, what: str) -> int:
+    """The value as an int of 1 or more; NumPy's are taken, too."""
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or number < 1:
+        raise UserError(f"{what} is {shown(value)}; it must be a whole number, 1 or more.")
+    return number
+
+
+def _number(value: Any) -> float | None:
+    try:
+        plain = value.item() if hasattr(value, "item") else value
+        return float(plain) if isinstance(plain, numbers.Real) and not isinstance(plain, bool) else None
+    except (ValueError, TypeError, RuntimeError, OverflowError):  # several numbers, no number, none yet, too large
+        return None
+
+
+def shown(value: object, most: int = 60) -> str:
+    """The value as a message shows it: whatever it is, in a few words."""
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:
+        return f"something of type {type(value).__name__}"
+    return text if len(text) <= most else text[: most - 1] + "…"

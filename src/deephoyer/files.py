@@ -10,7 +10,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from deephoyer.errors import UserError
+from deephoyer.errors import UserError, shown
 
 
 def kept_in(name: str) -> Path:
@@ -28,13 +28,21 @@ def folder_at(path: Path) -> Path:
     return path
 
 
+def path_of(path: str | os.PathLike[str]) -> Path:
+    """`path` as a Path; a `UserError` where it is something else."""
+    try:
+        return Path(path)
+    except TypeError:
+        raise UserError(f"{shown(path)} is not a path; give a string or a pathlib.Path.") from None
+
+
 def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
     """Writes `content` to a temporary file beside `path`, syncs it, and renames it into place.
 
     A disk that is full or read-only, or a folder that does not exist, is a `UserError` naming the path;
     what was at `path` before is then still there and no temporary file is left.
     """
-    target = Path(path)
+    target = path_of(path)
     try:
         temporary = _write_beside(target, content)
         try:

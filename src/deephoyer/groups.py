@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deephoyer.errors import UserError
+from deephoyer.errors import UserError, shown
 from deephoyer.penalties import wide
 from deephoyer.registry import Registry
 from deephoyer.weights import Weight
@@ -238,6 +238,8 @@ class IndexGroups(Grouping):
     name = "index"
 
     def __init__(self, groups: Mapping[str, Sequence[Sequence[int]]]):
+        if not isinstance(groups, Mapping):
+            raise UserError(f"index groups: {shown(groups)} is no mapping of parameter names to lists of indices.")
         self.groups = dict(groups)
 
     def units(self, weights: Sequence[Weight]) -> list[Unit]:

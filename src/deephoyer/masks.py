@@ -6,6 +6,7 @@ brings a weight back, and saved with the weights. How the weights got small is n
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deephoyer.errors import UserError
+from deephoyer.errors import UserError, positive_whole, shown
 from deephoyer.groups import Kinds, Unit, groupings
 from deephoyer.kernels.zeroing import Zeroing, laid_like
-from deephoyer.optimizers import bare
+from deephoyer.optimizers import Replaced, bare
 from deephoyer.rules import Rule, Scores
 from deephoyer.scores import Calibration, Loss, Score, scores_of
 from deephoyer.weights import find_weights, left_out, named_parameters, told
@@ -44,6 +45,8 @@ class Masks(Mapping[str, Tensor]):
     """
 
     def __init__(self, masks: Mapping[str, Tensor], model: nn.Module | None = None):
+        if not isinstance(masks, Mapping):
+            raise UserError(f"masks: {shown(masks)} is no mapping of parameter names to boolean tensors.")
         for name, mask in masks.items():
             if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
                 raise UserError(f"masks: {name} is not a boolean tensor.")
@@ -107,7 +110,9 @@ class Masks(Mapping[str, Tensor]):
         between steps has the zeros in it. With several optimizers call it for each.
         `hold(...).release()` ends it.
         """
-        return Hold(bare(optimizer), self._drops(model))
+        drops = self._drops(model)
+        tensors = [tensor for tensor, _ in drops]
+        return Hold(bare(optimizer), drops, Replaced(model or self._model, tensors, "hold()"))  # type: ignore[arg-type]
 
     def _drops(self, model: nn.Module | None) -> list[tuple[Tensor, Tensor]]:
         model = self._model if model is None else model
@@ -136,19 +141,21 @@ class Masks(Mapping[str, Tensor]):
 class Hold:
     """A step-post hook that zeroes what the masks drop, in the parameters and in the optimizer's state."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, drops: list[tuple[Tensor, Tensor]]):
+    def __init__(self, optimizer: torch.optim.Optimizer, drops: list[tuple[Tensor, Tensor]], replaced: Replaced):
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if drops and not any(id(tensor) in held for tensor, _ in drops):
             raise UserError(
                 "masks: the optimizer holds none of the masked parameters. Is it another model's, or a copy's?"
             )
         self._optimizer, self._drops = optimizer, [(tensor, laid_like(drop, tensor)) for tensor, drop in drops]
-        self._zero = Zeroing()
+        self._zero, self._replaced = Zeroing(), replaced
         self._handle = optimizer.register_step_post_hook(lambda *_: self.zero_())
         self.zero_()
 
     @torch.no_grad()
     def zero_(self) -> None:
+        if not torch.compiler.is_compiling():
+            self._replaced.check()
         pairs: list[tuple[Tensor, Tensor]] = []
         for i, (tensor, drop) in enumerate(self._drops):
             if drop.device != tensor.device:  # the model was moved
@@ -198,14 +205,14 @@ def prune(
     if not isinstance(rule, Rule):
         raise UserError(f"prune: {rule!r} is not a rule; Absolute(1e-4), StdRatio(0.03) and Density(0.02) are.")
     kinds = groupings(groups)
-    if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
-        raise UserError(f"prune: multiple is {multiple!r}; it is a whole number, 1 or more.")
+    multiple = positive_whole(multiple, "prune: multiple")
     if multiple > 1 and len(kinds) > 1:
         raise UserError(
             f"prune: multiple goes with one kind of group, not {' and '.join(k.name for k in kinds)}: what one of them "
             "leaves is cut by the other. Coupled(model, example_inputs) has both sides of a channel in one."
         )
     units, scores = scored(model, kinds, parameters, score, batches, loss)
+    _tell_frozen(model, parameters)
     return cut(model, rule, units, scores, allow_empty, multiple)
 
 
@@ -240,6 +247,18 @@ def cut(
     made = Masks(masks, model)
     made.left_out = left_out(model, masks)
     return made.apply()
+
+
+def _tell_frozen(model: nn.Module, parameters: str | Iterable[str] | None) -> None:
+    meant, trained = ([w.name for w in find_weights(model, parameters, frozen)] for frozen in (True, False))
+    frozen = [name for name in meant if name not in trained]
+    if frozen:
+        some = ", ".join(frozen[:3]) + (", …" if len(frozen) > 3 else "")
+        warnings.warn(
+            f"prune: what is frozen keeps all of its weights: {some}. "
+            "requires_grad_(True) lets them be pruned; parameters= without them says that this is meant.",
+            stacklevel=4,
+        )
 
 
 def rounded(keep: Tensor, score: Tensor, multiple: int) -> Tensor:

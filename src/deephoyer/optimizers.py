@@ -1,12 +1,17 @@
-"""Optimizers as hooks need them: without the wrappers that training libraries put around them."""
+"""Optimizers as hooks need them: without the wrappers that training libraries put around them; and parameters that
+hooks work on, which must not be replaced behind their back."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from deephoyer.errors import UserError
+from deephoyer.sharded import is_sharded
+from deephoyer.weights import unwrap
 
 
 def bare(optimizer: Any) -> torch.optim.Optimizer:
@@ -23,3 +28,27 @@ def bare(optimizer: Any) -> torch.optim.Optimizer:
             raise UserError(f"{type(optimizer).__name__} is not a PyTorch optimizer, nor a wrapper with one inside.")
     found: torch.optim.Optimizer = inner
     return found
+
+
+class Replaced:
+    """Tells when a parameter was replaced in its model: a hook and an optimizer would go on with the old tensor.
+
+    `load_state_dict(assign=True)` does that, and so does writing a new `nn.Parameter` into a layer. A sharded one is
+    swapped for its whole by FSDP itself, and not looked at.
+    """
+
+    def __init__(self, model: nn.Module, tensors: Iterable[Tensor], after: str):
+        self.model, self.after = unwrap(model), after
+        ids = {id(t) for t in tensors if not is_sharded(t)}
+        modules = self.model.modules()
+        own = [(m._parameters, name, p) for m in modules for name, p in m._parameters.items()]
+        self.places = [(owner, name, p) for owner, name, p in own if p is not None and id(p) in ids]
+
+    def check(self) -> None:
+        for parameters, name, tensor in self.places:
+            if parameters.get(name) is not tensor and all(p is not tensor for p in self.model.parameters()):
+                raise UserError(
+                    f"{name} of shape {'×'.join(map(str, tensor.shape))} was replaced in the model after {self.after} "
+                    f"(load_state_dict(assign=True)?): the optimizer trains the old one. Make the optimizer, then "
+                    f"{self.after}, after replacing."
+                )

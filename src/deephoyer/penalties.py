@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from deephoyer.errors import UserError, not_negative
+from deephoyer.errors import UserError, not_negative, shown
 from deephoyer.registry import Registry
 
 
@@ -179,7 +179,7 @@ class TrimmedL1(Penalty):
 
     def __init__(self, keep: float = 0.05):
         self.keep = not_negative(keep, "trimmed-l1: keep")
-        if keep >= 1:
+        if self.keep >= 1:
             raise UserError(f"trimmed-l1: keep is {keep!r}; it is a share of the groups, from 0 to below 1.")
 
     def _free(self, r: Tensor) -> Tensor:
@@ -205,9 +205,10 @@ PENALTIES.add("trimmed-l1", TrimmedL1)
 
 
 def _positive(penalty: str, name: str, value: float, above: float = 0.0) -> float:
-    if not_negative(value, f"{penalty}: {name}") <= above:
-        raise UserError(f"{penalty}: {name} is {value!r}; it must be a number above {above:g}.")
-    return value
+    number = not_negative(value, f"{penalty}: {name}")
+    if number <= above:
+        raise UserError(f"{penalty}: {name} is {shown(value)}; it must be a number above {above:g}.")
+    return number
 
 
 def hoyer(x: Tensor) -> Tensor:

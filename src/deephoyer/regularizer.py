@@ -6,6 +6,7 @@ graph; `attach(optimizer)` calls that before every optimizer step. Not here: dat
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -13,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from deephoyer import strength as strengths
-from deephoyer.errors import UserError, not_negative, unknown
+from deephoyer.errors import UserError, not_negative, shown, unknown
 from deephoyer.groups import Kinds, Unit, groupings
 from deephoyer.kernels import choose
-from deephoyer.optimizers import bare
+from deephoyer.optimizers import Replaced, bare
 from deephoyer.penalties import PENALTIES, HoyerSquare, Penalty, hoyer_measure, trimming_threshold
 from deephoyer.terms import Scale, Term
 from deephoyer.weights import find_weights, left_out, told
@@ -70,6 +71,7 @@ class Regularizer:
             scale = self._scales.setdefault((kind, factor), Scale())
             self.terms.append(Term(kind, unit, self.penalty, scale))
         self.left_out = left_out(model, (name for _, unit in found for name in unit.names))
+        self._replaced = Replaced(model, (t for term in self.terms for t in term.unit.tensors), "attach()")
         self._handles: list[Any] = []
         self._backend = choose(self.terms, backend)
         self._backend_name = backend
@@ -81,7 +83,18 @@ class Regularizer:
 
     def loss(self) -> Tensor:
         """The penalty, to be added to the training loss; call `step()` yourself if the strength is scheduled."""
-        return torch.stack([term.value().to(self.terms[0].scale) for term in self.terms]).sum()
+        total = torch.stack([term.value().to(self.terms[0].scale) for term in self.terms]).sum()
+        if self._handles and total.requires_grad:
+            total.register_hook(self._tell_twice)
+        return total
+
+    def _tell_twice(self, grad: Tensor) -> None:
+        if self._handles:
+            warnings.warn(
+                "reg.loss() is in the loss of a regularizer that is attached: its gradient counts twice. "
+                "Leave it out of the loss, or detach().",
+                stacklevel=2,
+            )
 
     @torch.no_grad()
     def add_grad_(self, advance: bool = True) -> None:
@@ -114,12 +127,12 @@ class Regularizer:
         >>> reg.strengthen(2); reg.strength_now()
         {'elements': 0.0002}
         """
-        not_negative(factor, "strengthen: the factor")
+        factor = not_negative(factor, "strengthen: the factor")
         self.schedules = {kind: strengths.multiplied(s, factor) for kind, s in self.schedules.items()}
         self._rescale()
 
     def _rescale(self) -> None:
-        now = {k: not_negative(s(self.steps), f"strength of {k}") for k, s in self.schedules.items()}
+        now = self.strength_now()
         for (kind, factor), scale in self._scales.items():
             scale.set(now[kind] * factor)
 
@@ -170,6 +183,7 @@ class Regularizer:
 
         @torch.no_grad()
         def add(optimizer: torch.optim.Optimizer) -> None:
+            self._replaced.check()
             backend.add_grad_(getattr(optimizer, "grad_scale", None))
             if last:
                 self.step()
@@ -206,7 +220,7 @@ class Regularizer:
 
     def strength_now(self) -> dict[str, float]:
         """The strength of each kind of group at this step."""
-        return {kind: s(self.steps) for kind, s in self.schedules.items()}
+        return {kind: not_negative(s(self.steps), f"strength of {kind}") for kind, s in self.schedules.items()}
 
     @torch.no_grad()
     def stats(self) -> dict[str, dict[str, float]]:
@@ -230,6 +244,8 @@ class Regularizer:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes up the step and the strengths; a strength that was a callable of your own stays the one given now."""
+        if not isinstance(state, Mapping) or not isinstance(state.get("strength"), Mapping) or "steps" not in state:
+            raise UserError(f"{shown(state)} is not what a regularizer's state_dict() gives.")
         saved = dict(state["strength"])
         if set(saved) != set(self.schedules):
             raise UserError(f"this state is for groups {sorted(saved)}, the regularizer has {sorted(self.schedules)}.")

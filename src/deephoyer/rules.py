@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deephoyer.errors import UserError, not_negative
+from deephoyer.errors import UserError, not_negative, shown
 from deephoyer.registry import Registry
 
 
@@ -56,7 +56,7 @@ class Threshold(Rule):
     value: float
 
     def __post_init__(self) -> None:
-        not_negative(self.value, f"rule {self.title()}: the value")
+        object.__setattr__(self, "value", not_negative(self.value, f"rule {self.title()}: the value"))
 
     @staticmethod
     def title() -> str:
@@ -104,7 +104,7 @@ class Density(Rule):
     scope: str = "layer"
 
     def __post_init__(self) -> None:
-        not_negative(self.value, "rule density: the value")
+        object.__setattr__(self, "value", not_negative(self.value, "rule density: the value"))
         if self.value > 1:
             raise UserError(f"rule density: {self.value!r} is more than all; a density lies between 0 and 1.")
         if self.scope not in ("layer", "global"):
@@ -136,6 +136,8 @@ class PerLayer(Rule):
     """
 
     def __init__(self, rules: Mapping[str, Any]):
+        if not isinstance(rules, Mapping):
+            raise UserError(f"rule per-layer: {shown(rules)} is no mapping of name patterns to rules.")
         self.rules: dict[str, Rule] = {}
         for pattern, choice in rules.items():
             settings = dict(choice) if isinstance(choice, Mapping) else {"rule": choice}

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from deephoyer.errors import UserError, not_negative, unknown
+from deephoyer.errors import UserError, not_negative, positive_whole, unknown
 
 Schedule = Callable[[int], float]
 
@@ -22,7 +22,7 @@ class Constant:
     value: float
 
     def __post_init__(self) -> None:
-        not_negative(self.value, "strength")
+        object.__setattr__(self, "value", not_negative(self.value, "strength"))
 
     def __call__(self, step: int) -> float:
         return self.value
@@ -37,10 +37,9 @@ class _Warmup:
     start: float = 0.0
 
     def __post_init__(self) -> None:
-        not_negative(self.value, "strength")
-        not_negative(self.start, "strength at the start")
-        if not isinstance(self.steps, int) or isinstance(self.steps, bool) or self.steps < 1:
-            raise UserError(f"strength: steps is {self.steps!r}; a warm-up takes 1 step or more.")
+        object.__setattr__(self, "value", not_negative(self.value, "strength"))
+        object.__setattr__(self, "start", not_negative(self.start, "strength at the start"))
+        object.__setattr__(self, "steps", positive_whole(self.steps, "strength: steps of a warm-up"))
 
     def __call__(self, step: int) -> float:
         if step >= self.steps:
@@ -82,8 +81,9 @@ class Listed:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "values", tuple(not_negative(value, "strength") for value in self.values))
-        if not self.values or not isinstance(self.steps, int) or isinstance(self.steps, bool) or self.steps < 1:
-            raise UserError("strength: a list needs a value, and 1 step or more for each.")
+        object.__setattr__(self, "steps", positive_whole(self.steps, "strength: steps for each value of a list"))
+        if not self.values:
+            raise UserError("strength: a list needs a value.")
 
     def __call__(self, step: int) -> float:
         return self.values[min(step // self.steps, len(self.values) - 1)]

@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from deephoyer.errors import UserError
+from deephoyer.errors import UserError, shown
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -49,7 +51,7 @@ def find_weights(model: nn.Module, parameters: str | Iterable[str] | None = None
     >>> [w.name for w in find_weights(nn.Linear(3, 2), "*")]
     ['weight', 'bias']
     """
-    patterns = [parameters] if isinstance(parameters, str) else None if parameters is None else list(parameters)
+    patterns = _patterns(parameters)
     default = _default(model)
     placed = {id(tensor): place for tensor, place in reversed(default.values())}
     found: dict[int, Weight] = {}
@@ -61,6 +63,7 @@ def find_weights(model: nn.Module, parameters: str | Iterable[str] | None = None
             continue
         if is_lazy(tensor):
             raise UserError(f"{name} has no shape yet, as its layer is lazy: run one batch through the model first.")
+        _refuse_unusable(name, tensor)
         if tensor.numel():
             found[id(tensor)] = Weight(name, tensor, *placed.get(id(tensor), (0, 1, 1)))
     positive = {p for p in unmatched if not p.startswith("!")}
@@ -165,9 +168,33 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def unwrap(model: nn.Module) -> nn.Module:
     """The module inside `torch.compile` and the data-parallel wrappers."""
+    if not isinstance(model, nn.Module):
+        raise UserError(f"{shown(model)} is not a model: a torch.nn.Module is wanted, not {type(model).__name__}.")
     while isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)) or hasattr(model, "_orig_mod"):
         model = model._orig_mod if hasattr(model, "_orig_mod") else model.module  # type: ignore[assignment]
     return model
+
+
+def _patterns(parameters: Any) -> list[str] | None:
+    if parameters is None or isinstance(parameters, str):
+        return None if parameters is None else [parameters]
+    patterns = list(parameters) if isinstance(parameters, Iterable) else [parameters]
+    if not all(isinstance(p, str) for p in patterns):
+        raise UserError(f"parameters: {shown(parameters)} is neither a glob pattern nor a list of them.")
+    return patterns
+
+
+def _refuse_unusable(name: str, tensor: Tensor) -> None:
+    """What has no real values of its own can be neither regularized nor pruned."""
+    if tensor.is_meta:
+        raise UserError(f"{name} is on the meta device and has no values yet: load or initialize the model first.")
+    if tensor.layout != torch.strided:
+        raise UserError(f"{name} is stored sparse ({tensor.layout}); make it dense first: to_dense().")
+    if not tensor.is_floating_point():
+        what = "complex" if tensor.is_complex() else "quantized or whole"
+        raise UserError(
+            f"{name} holds {what} numbers ({tensor.dtype}): only real floating-point weights can be worked on."
+        )
 
 
 def _plain(name: str) -> str:

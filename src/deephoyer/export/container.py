@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from deephoyer.errors import UserError
+from deephoyer.files import path_of
 
 FORMAT = "deephoyer"
 _LENGTH = 8  # bytes that say how long the header is
@@ -42,7 +43,7 @@ def rewrite(header: dict[str, Any], body: bytes) -> bytes:
 
 def unseal(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors and the manifest of a file, once its digest has been found right."""
-    data = _read(Path(path))
+    data = _read(path_of(path))
     header, body = _split(path, data)
     metadata = header.get("__metadata__")
     if not isinstance(metadata, dict) or metadata.get("format") != FORMAT:

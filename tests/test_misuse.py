@@ -1,0 +1,195 @@
+"""The API speaks up: what is used wrongly is told in a line or two, and nothing is silently left undone."""
+
+import copy
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import prune as torch_prune
+
+import deephoyer as dh
+from deephoyer.strength import Cosine, Linear, Listed
+
+
+def net():
+    return nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 2))
+
+
+def step(model, optimizer):
+    model(torch.ones(3, 6)).square().sum().backward()
+    optimizer.step()
+
+
+def refused(call, *words):
+    with pytest.raises(dh.UserError) as caught:
+        call()
+    text = str(caught.value)
+    assert all(word in text for word in words), text
+    assert text.count("\n") <= 1 and len(text) < 400
+
+
+# Parameters that are replaced
+
+
+@pytest.mark.parametrize("how", ["assign", "new parameter"])
+@pytest.mark.parametrize("what", ["hold", "attach"])
+def test_a_parameter_replaced_behind_a_hook_is_noticed(how, what):
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if what == "hold":
+        dh.prune(model, dh.Density(0.5)).hold(optimizer)
+    else:
+        dh.Regularizer(model).attach(optimizer)
+    step(model, optimizer)
+    if how == "assign":
+        model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+    else:
+        model[2].weight = nn.Parameter(model[2].weight.detach().clone())
+    refused(lambda: step(model, optimizer), "weight", "was replaced", f"after {what}()")
+
+
+def test_a_parameter_that_only_moved_to_another_name_is_not_replaced():
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hold = dh.prune(model, dh.Density(0.5)).hold(optimizer)
+    dh.Regularizer(model).attach(optimizer)
+    torch_prune.l1_unstructured(model[0], "weight", 2)
+    step(model, optimizer)
+    hold.release()
+
+
+def test_loading_into_the_same_parameters_is_no_replacement():
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    masks = dh.prune(model, dh.Density(0.5))
+    masks.hold(optimizer)
+    model.load_state_dict(net().state_dict())
+    model.double().float()
+    step(model, optimizer)
+    assert not model[0].weight[~masks["0.weight"]].any()
+
+
+# What would count twice, or not at all
+
+
+def test_a_loss_with_the_penalty_of_an_attached_regularizer_is_told_to_count_twice():
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    reg = dh.Regularizer(model).attach(optimizer)
+    with pytest.warns(UserWarning, match="counts twice"):
+        (model(torch.ones(1, 6)).sum() + reg.loss()).backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        reg.loss().item()  # to look at it is no mistake
+        reg.detach()
+        reg.loss().backward()
+
+
+def test_frozen_layers_that_prune_skips_are_named():
+    model = net()
+    model[0].requires_grad_(False)
+    with pytest.warns(UserWarning, match="what is frozen keeps all of its weights: 0.weight"):
+        masks = dh.prune(model, dh.Density(0.5))
+    assert set(masks) == {"2.weight"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dh.prune(model, dh.Density(0.5), parameters="2.weight")
+
+
+# Models that can't be worked on
+
+
+def sparse():
+    model = nn.Linear(6, 4)
+    model.weight = nn.Parameter(model.weight.detach().to_sparse())
+    return model
+
+
+MODELS = {
+    "meta": (lambda: nn.Linear(6, 4, device="meta"), ["meta device", "weight"]),
+    "sparse": (sparse, ["stored sparse", "to_dense()"]),
+    "complex": (lambda: nn.Linear(6, 4, dtype=torch.complex64), ["complex"]),
+    "lazy": (lambda: nn.LazyLinear(4), ["lazy", "run one batch"]),
+    "quantized": (lambda: torch.ao.nn.quantized.Linear(6, 4), ["no parameters to work on"]),
+    "a class": (lambda: nn.Linear, ["is not a model"]),
+    "a list": (lambda: [nn.Linear(6, 4)], ["is not a model", "list"]),
+    "parameters": (lambda: net().parameters(), ["is not a model", "generator"]),
+    "nothing": (lambda: None, ["is not a model", "NoneType"]),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", MODELS)
+def test_models_that_cannot_be_worked_on_are_refused_in_a_line(kind):
+    make, words = MODELS[kind]
+    model = make()
+    refused(lambda: dh.Regularizer(model), *words)
+    refused(lambda: dh.prune(model, dh.Density(0.5)), *words)
+
+
+# Values
+
+
+NO_SIZES = [10**400, 10**5000, -1, float("nan"), True, "1", None, [1, 2], 1j, np.ones(3), object(), torch.ones(2)]
+
+
+@pytest.mark.parametrize("value", NO_SIZES, ids=lambda value: type(value).__name__)
+def test_what_is_no_strength_is_refused(value):
+    refused(lambda: dh.Regularizer(net(), strength=value), "strength is", "0 or more")
+    refused(lambda: dh.StdRatio(value), "std-ratio", "0 or more")
+    refused(lambda: dh.SCAD(lam=value), "scad: lam", "0 or more")
+
+
+SCALARS = [
+    np.float32(0.25),
+    np.float64(0.25),
+    np.array(0.25),
+    np.float16(0.25),
+    torch.tensor(0.25),
+    torch.tensor([0.25]),
+]
+
+
+@pytest.mark.parametrize("value", SCALARS, ids=repr)
+def test_strengths_and_thresholds_may_be_numpy_or_torch_scalars(value):
+    reg = dh.Regularizer(net(), strength=value)
+    assert reg.strength_now() == {"elements": 0.25}
+    reg.strengthen(value)
+    assert reg.strength_now() == {"elements": 0.0625}
+    assert dh.Regularizer(net(), strength=lambda step: value).strength_now() == {"elements": 0.25}
+    assert Linear(value, steps=np.int64(4))(2) == 0.125 and Cosine(value, steps=2)(2) == 0.25
+    assert Listed((value, 1), steps=np.int32(1))(0) == 0.25
+    assert dh.Density(value) == dh.Density(0.25) and dh.TransformedL1(value).a == 0.25
+
+
+def test_whole_numbers_of_numpy_are_whole_numbers():
+    assert dh.Regularizer(net(), strength=np.int64(2)).strength_now() == {"elements": 2.0}
+    dh.prune(net(), dh.Density(0.5), "filters", multiple=np.int64(2))
+    refused(lambda: dh.prune(net(), dh.Density(0.5), "filters", multiple=1.5), "multiple is 1.5", "1 or more")
+
+
+@pytest.mark.parametrize("value", [3, [3], [None], b"weight", {1: 2}])
+def test_what_is_no_pattern_of_parameters_is_refused(value):
+    refused(lambda: dh.Regularizer(net(), parameters=value), "parameters:", "neither a glob pattern")
+    refused(lambda: dh.prune(net(), dh.Density(0.5), parameters=value), "parameters:", "neither a glob pattern")
+
+
+@pytest.mark.parametrize("path", [3, None, b"a", ["a"], object()])
+def test_what_is_no_path_is_refused(path):
+    refused(lambda: dh.save(net(), path), "is not a path")
+    refused(lambda: dh.load(path, model=net()), "is not a path")
+
+
+def test_other_things_of_the_wrong_kind_are_told():
+    refused(lambda: dh.Masks(3), "masks: 3 is no mapping")
+    refused(lambda: dh.PerLayer(3), "per-layer: 3 is no mapping")
+    refused(lambda: dh.IndexGroups([[1]]), "is no mapping")
+    refused(lambda: dh.Regularizer(net(), groups=3), "neither a grouping")
+    refused(lambda: dh.Regularizer(net()).load_state_dict(3), "is not what a regularizer's state_dict() gives")
+    refused(lambda: dh.Regularizer(net()).load_state_dict({"steps": 1}), "state_dict()")
+    refused(lambda: dh.Regularizer(net()).attach(3), "int is not a PyTorch optimizer")
+    refused(lambda: dh.save(3, "a.safetensors"), "is not a model")
+    refused(lambda: dh.load("a.safetensors", model=3), "a.safetensors")
