@@ -5,6 +5,7 @@ A user's mistake is one or two lines on standard error and exit status 2; Ctrl-C
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -100,14 +101,14 @@ def _expected(expect: Any) -> str:
 
 def _kinds() -> dict[str, Any]:
     from deephoyer.groups import GROUPINGS
+    from deephoyer.lab import models
     from deephoyer.lab.data import DATASETS
-    from deephoyer.lab.models import MODELS
     from deephoyer.penalties import PENALTIES
     from deephoyer.rules import RULES
     from deephoyer.scores import SCORES
 
     return {
-        "models": MODELS.describe,
+        "models": models.describe,
         "data": DATASETS.describe,
         "penalties": PENALTIES.describe,
         "groups": GROUPINGS.describe,
@@ -124,20 +125,25 @@ def run(
 ) -> None:
     """Trains, regularizes, prunes and finetunes; the same command takes up a run that was cut off."""
     from deephoyer.lab import recipe as recipes
-    from deephoyer.lab.train.progress import reporter
+    from deephoyer.lab.train.distributed import rank
+    from deephoyer.lab.train.progress import Silent, reporter
     from deephoyer.lab.train.result import finish
     from deephoyer.lab.train.run import Run
 
     changes = overrides or []
     chosen = recipes.read(recipe, changes)
     place = folder or Path("runs") / recipes.folder_name(recipe, changes)
-    out.print(f"works in {place}", highlight=False)
-    job = Run(chosen, place, reporter(out), recipes.Command(recipe, tuple(changes)))
+    first = rank() == 0  # of several processes one reports
+    if first:
+        out.print(f"works in {place}", highlight=False)
+    job = Run(chosen, place, reporter(out) if first else Silent(), recipes.Command(recipe, tuple(changes)))
     try:
         job.execute()
     except KeyboardInterrupt:
         _complain(f"interrupted. The same command goes on from the last checkpoint in {place}.")
         raise typer.Exit(130) from None
+    if not first:
+        return
     _show(finish(job), place)
     if not is_member():  # a hundred runs of a sweep need no hundred pages; `deephoyer report` makes any of them
         from deephoyer.lab.report import run_page
@@ -245,6 +251,26 @@ def summary(
     out.print(counted.table(out.width), counted.comparison(out.width), sep="\n", highlight=False)
 
 
+@app.command()
+def evaluate(
+    source: Annotated[Path, typer.Argument(help="a run's folder, a .safetensors file, or a torch file of weights")],
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[data=… model=…]", help="where the file does not say it")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+) -> None:
+    """Shows a stored network a test set, and counts the images it gets right."""
+    from deephoyer.lab import recipe as recipes
+    from deephoyer.lab.runs.environment import pick_device
+    from deephoyer.lab.train.evaluate import evaluate_file
+
+    score, data = evaluate_file(source, recipes.choices(words or []), pick_device(device))
+    lines = [f"top-1 {100 * score.accuracy:.2f} % ({score.right:,} of {score.images:,} images right)"]
+    if score.top5 is not None:
+        lines.append(f"top-5 {100 * score.top5:.2f} % ({score.right5:,})")
+    out.print(f"{source} on {data.name}: {', '.join(lines)}", highlight=False)
+
+
 for _command in (
     search_commands.sweep,
     search_commands.search,
@@ -284,13 +310,25 @@ def _complain(text: str) -> None:
     )
 
 
+def _complain_once(why: UserError) -> None:
+    """Of several processes one tells what all have found; what is another's alone, that one tells."""
+    number = os.environ.get("RANK", "0")
+    if number == "0":
+        _complain(str(why))
+        return
+    from deephoyer.lab.train.distributed import told_by_another
+
+    if not told_by_another(why):
+        _complain(f"process {number}: {why}")
+
+
 def main() -> None:
     """The entry point: errors that are the user's to mend become a line and status 2."""
     end_with_parent()
     try:
         status = app(standalone_mode=False)
     except UserError as why:
-        _complain(str(why))
+        _complain_once(why)
         status = 2
     except OSError as why:
         # A disk that is full or read-only may show anywhere; what was written before it is whole.

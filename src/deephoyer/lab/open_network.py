@@ -17,7 +17,7 @@ from deephoyer.lab.runs.folder import RunFolder
 from deephoyer.lab.schema import Choice, named
 
 
-def open_network(path: Path, model: str | None = None) -> tuple[nn.Module, Tensor]:
+def open_network(path: Path, model: Choice | None = None) -> tuple[nn.Module, Tensor]:
     """The network in eval mode, and random inputs that it takes.
 
     The model's name comes from what the file says of its own making, unless one is given.
@@ -48,7 +48,9 @@ def file_of(path: Path) -> Path:
 
 
 def _is_plain(path: Path) -> bool:
-    """Whether it is a safetensors file that `deephoyer.save` did not write; `load` tells what is wrong with others."""
+    """Whether it is a file of weights that `deephoyer.save` did not write; `load` tells what is wrong with others."""
+    if path.suffix in (".pt", ".pth"):
+        return True
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             return bool((file.metadata() or {}).get("format") != container.FORMAT)

@@ -140,6 +140,18 @@ def parse(text: str, name: str) -> Recipe:
     return _checked(_content(text, name), name)
 
 
+def choices(words: Iterable[str]) -> dict[str, Any]:
+    """Words like `data=mnist` or `model={name: resnet-50, stride: conv1}` as they stand in a recipe.
+
+    >>> choices(["data=imagenet", "data.workers=4"])
+    {'data': {'name': 'imagenet', 'workers': 4}}
+    """
+    content: dict[str, Any] = {}
+    for word in words:
+        _set(content, word)
+    return content
+
+
 def describe(name: str) -> dict[str, Any]:
     """What one of our recipes says to a person: about, needs, expect; nothing is checked."""
     content = _content(text_of(name), name)
@@ -202,6 +214,10 @@ def _yaml_trouble(why: yaml.YAMLError) -> str:
     return where + str(getattr(why, "problem", None) or why)
 
 
+NAMED = ("model", "data", "penalty", "rule")
+"""What is chosen by a name, and may have settings beside it."""
+
+
 def _set(content: dict[str, Any], override: str) -> None:
     """Puts `key=value` into a recipe's content; null takes the key away."""
     key, equals, value = override.partition("=")
@@ -213,6 +229,8 @@ def _set(content: dict[str, Any], override: str) -> None:
         raise UserError(f"{override!r}: the value is not YAML.") from None
     *path, last = key.split(".")
     for step in path:
+        if isinstance(content.get(step), str) and step in NAMED:
+            content[step] = {"name": content[step]}
         content = content.setdefault(step, {})
         if not isinstance(content, dict):
             raise UserError(f"{override!r}: {step} has no keys in this recipe.")

@@ -455,9 +455,9 @@ def several(choices: Choices) -> list[Choice]:
 
 def known_model(choice: Choice) -> Choice:
     """A model's name, checked."""
-    from deephoyer.lab.models import MODELS
+    from deephoyer.lab.models import maker
 
-    MODELS[named(choice)["choice"]]
+    maker(named(choice)["choice"])
     return plain(choice)
 
 
@@ -474,7 +474,7 @@ def known_groups(choices: Choices) -> Choices:
 
 def is_file(words: str) -> bool:
     """Whether a network is named by its file, and not by the words of the run that makes it."""
-    return words.endswith(".safetensors")
+    return words.endswith((".safetensors", ".pt", ".pth"))
 
 
 def ordered(words: str) -> str:

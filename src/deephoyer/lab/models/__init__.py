@@ -1,6 +1,6 @@
-"""The networks of the paper's tables, by name: `make("lenet-5")`. `deephoyer list models` shows them.
+"""Networks by name: those of the paper's tables, `make("lenet-5")`, and any of torchvision's and timm's.
 
-Each is a plain `nn.Module` and knows nothing of penalties, masks or data.
+`deephoyer list models` shows them. Each is a plain `nn.Module` and knows nothing of penalties, masks or data.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from deephoyer.errors import UserError
+from deephoyer.lab.models import by_library
 from deephoyer.lab.models.alexnet import AlexNet
 from deephoyer.lab.models.lenet import LeNet5, LeNet300
 from deephoyer.lab.models.resnet_cifar import CIFAR_DEPTHS, cifar_resnet
@@ -34,9 +35,9 @@ def make(name: str, **settings: Any) -> nn.Module:
     >>> sum(p.numel() for p in make("lenet-300-100").parameters() if p.dim() > 1)
     266200
     """
-    MODELS[name]  # an unknown name gets the registry's error, with its guess
+    made = maker(name)  # an unknown name gets an error with a guess
     try:
-        return MODELS.make(name, **settings)
+        return _made(made, settings) if by_library.is_library(name) else MODELS.make(name, **settings)
     except UserError as why:
         text = str(why)
         raise UserError(text if text.startswith("model ") else f"model {name!r}: {text}") from None
@@ -52,12 +53,31 @@ def of(choice: Choice) -> nn.Module:
     return make(settings.pop("choice"), **settings)
 
 
+def maker(name: str) -> Callable[..., nn.Module]:
+    """What makes the network of that name; a `UserError` where there is none."""
+    return by_library.maker(name) if by_library.is_library(name) else MODELS[name]
+
+
+def _made(maker: Callable[..., nn.Module], settings: dict[str, Any]) -> nn.Module:
+    try:
+        return maker(**settings)
+    except (TypeError, ValueError, RuntimeError) as why:
+        raise UserError(f"with {settings} it can't be made: {why}.") from None
+
+
+def describe() -> list[tuple[str, str]]:
+    """A line for each."""
+    return [*MODELS.describe(), *by_library.DESCRIPTIONS]
+
+
 def input_shape(name: str) -> tuple[int, ...]:
     """What one input of the network looks like, without the batch dimension.
 
     >>> input_shape("lenet-5")
     (1, 28, 28)
     """
+    if by_library.is_library(name):
+        return by_library.input_shape(name)
     MODELS[name]  # an unknown name gets the registry's error, with its guess
     return _INPUT_SHAPES[name]
 

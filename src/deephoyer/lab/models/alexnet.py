@@ -10,22 +10,27 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from deephoyer.errors import UserError
 from deephoyer.lab.models.settings import count, share
 
 
 class AlexNet(nn.Module):
     """the original with grouped convolutions 2, 4 and 5: 60.95M weights"""
 
-    def __init__(self, classes: int = 1000, dropout: float = 0.5, response_norm: bool = False):
+    def __init__(self, classes: int = 1000, dropout: float = 0.5, response_norm: bool = False, width: float = 1.0):
+        """`width` multiplies the channels and neurons of every layer, for trying things out."""
         super().__init__()
-        self.conv1 = nn.Conv2d(3, 96, 11, stride=4)
-        self.conv2 = nn.Conv2d(96, 256, 5, padding=2, groups=2)
-        self.conv3 = nn.Conv2d(256, 384, 3, padding=1)
-        self.conv4 = nn.Conv2d(384, 384, 3, padding=1, groups=2)
-        self.conv5 = nn.Conv2d(384, 256, 3, padding=1, groups=2)
-        self.fc1 = nn.Linear(256 * 6 * 6, 4096)
-        self.fc2 = nn.Linear(4096, 4096)
-        self.fc3 = nn.Linear(4096, count("classes", classes))
+        one, two, three, neurons = (2 * round(n * width / 2) for n in (96, 256, 384, 4096))
+        if min(one, neurons) < 2:
+            raise UserError(f"width is {width!r}; that leaves nothing of some layers.")
+        self.conv1 = nn.Conv2d(3, one, 11, stride=4)
+        self.conv2 = nn.Conv2d(one, two, 5, padding=2, groups=2)
+        self.conv3 = nn.Conv2d(two, three, 3, padding=1)
+        self.conv4 = nn.Conv2d(three, three, 3, padding=1, groups=2)
+        self.conv5 = nn.Conv2d(three, two, 3, padding=1, groups=2)
+        self.fc1 = nn.Linear(two * 6 * 6, neurons)
+        self.fc2 = nn.Linear(neurons, neurons)
+        self.fc3 = nn.Linear(neurons, count("classes", classes))
         self.dropout = nn.Dropout(share("dropout", dropout))
         self.norm = nn.LocalResponseNorm(5) if response_norm else nn.Identity()
 

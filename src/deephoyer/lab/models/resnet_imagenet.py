@@ -1,4 +1,4 @@
-"""ResNet-50 for 224 × 224 images: torchvision's, which the `vision` extra installs."""
+"""ResNet-50 for 224 × 224 images: torchvision's, which the lab brings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from deephoyer.lab.models.settings import choice, count
 
 
 def resnet50(classes: int = 1000, stride: str = "conv2") -> nn.Module:
-    """torchvision's ResNet-50 (needs the `vision` extra): 25.5M weights
+    """torchvision's ResNet-50 : 25.5M weights
 
     `stride` says which convolution of a stage's first block halves the image: torchvision's 3 × 3
     `conv2`, or `conv1` as in the first publication ("v1").
@@ -21,7 +21,7 @@ def resnet50(classes: int = 1000, stride: str = "conv2") -> nn.Module:
     except ImportError as why:
         raise UserError(
             f"model 'resnet-50' comes from torchvision, which can't be imported ({why}). "
-            "`pip install 'deephoyer[vision]'` installs it."
+            "`pip install 'deephoyer[lab]'` installs it."
         ) from None
     model = build(weights=None, num_classes=classes)
     if stride == "conv1":

@@ -7,6 +7,7 @@ known to `run.py` only.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -91,14 +92,49 @@ def write_weights(path: Path, model: nn.Module) -> None:
     write_atomically(path, safetensors.torch.save({n: t.cpu().contiguous() for n, t in model.state_dict().items()}))
 
 
-def fill(model: nn.Module, path: Path, key: str) -> None:
-    """Weights for the whole model from a file: plain safetensors, or one that `deephoyer.save` wrote."""
+def fill(model: nn.Module, path: Path, key: str, classes_may_differ: bool = False) -> list[str]:
+    """Weights for the whole model from a file: plain safetensors, one that `deephoyer.save` wrote, or a torch file.
+
+    With `classes_may_differ`, a classifier of another number of classes keeps the model's own weights: the names of
+    those are returned.
+    """
     try:
-        with safetensors.safe_open(path, framework="pt") as file:
-            ours = (file.metadata() or {}).get("format") == container.FORMAT
-        state = load(path, model).state_dict() if ours else safetensors.torch.load(path.read_bytes())
-        model.load_state_dict(state)
+        if path.suffix in (".pt", ".pth"):
+            state = _torch_file(path, key)
+        else:
+            with safetensors.safe_open(path, framework="pt") as file:
+                ours = (file.metadata() or {}).get("format") == container.FORMAT
+            state = load(path, model).state_dict() if ours else safetensors.torch.load(path.read_bytes())
+        own = model.state_dict()
+        new = _classifier(own, state) if classes_may_differ else []
+        model.load_state_dict(state | {name: own[name] for name in new})
     except (OSError, safetensors.SafetensorError) as why:
         raise UserError(f"{key}: {path} can't be read: {why}.") from None
     except RuntimeError as why:
         raise UserError(f"{key}: {path} does not fit the model: {str(why).splitlines()[-1].strip()}") from None
+    return new
+
+
+def _torch_file(path: Path, key: str) -> dict[str, Tensor]:
+    """The tensors of a file that `torch.save` wrote: nothing in it is run, and a file that wants that is refused."""
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        raise UserError(
+            f"{key}: {path} holds more than tensors, and is not opened; save its state_dict alone."
+        ) from None
+    for outer in ("state_dict", "model"):
+        if isinstance(content, dict) and isinstance(content.get(outer), dict):
+            content = content[outer]
+    if not isinstance(content, dict) or not all(isinstance(t, Tensor) for t in content.values()):
+        raise UserError(f"{key}: {path} is not a file of weights: it should hold a state_dict.")
+    return {name.removeprefix("module."): tensor for name, tensor in content.items()}
+
+
+def _classifier(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> list[str]:
+    """The names of what differs in its first dimension alone, if that is one layer: the last, of other classes."""
+    differ = [n for n, t in own.items() if n in state and state[n].shape != t.shape]
+    layers = {name.rpartition(".")[0] for name in differ}
+    rows = {(own[n].shape[:1], state[n].shape[:1]) for n in differ}
+    alike = all(own[n].shape[1:] == state[n].shape[1:] for n in differ)
+    return differ if len(layers) == 1 and len(rows) == 1 and alike else []

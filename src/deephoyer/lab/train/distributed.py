@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from deephoyer.errors import UserError
 
 T = TypeVar("T")
+_met = False
 
 
 class ToldElsewhere(UserError):
@@ -103,6 +104,11 @@ class Processes:
         return things
 
 
+def told_by_another(why: UserError) -> bool:
+    """Whether rank 0 tells the user of it: all found it before they met, or rank 0 has handed it on."""
+    return isinstance(why, ToldElsewhere) or not _met
+
+
 def without_sync(spread: nn.Module | None) -> Callable[[], AbstractContextManager[Any]]:
     """The context in which gradients are accumulated without those of other processes."""
     if isinstance(spread, nn.parallel.DistributedDataParallel):
@@ -144,7 +150,9 @@ def joined(device: torch.device, resumable: str) -> Iterator[Processes]:
     if not _by_torchrun():
         yield Processes()
         return
+    global _met
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    _met = True
     before = signal.signal(signal.SIGTERM, _end)
     try:
         yield Processes(dist.get_rank(), dist.get_world_size())

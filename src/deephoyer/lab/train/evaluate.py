@@ -1,15 +1,24 @@
-"""How many images of a source a network gets right, among its first and among its first five guesses."""
+"""How many images of a source a network gets right, among its first and among its first five guesses.
+
+In runs between epochs and at the end of stages, and for networks in files (`deephoyer evaluate`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from deephoyer.errors import UserError
-from deephoyer.lab.data.source import UNREADABLE, Images, Source
+from deephoyer.errors import UserError, unknown
+from deephoyer.export import provenance
+from deephoyer.lab import data as datasets
+from deephoyer.lab.data.source import TEST, UNREADABLE, Images, Source
+from deephoyer.lab.open_network import file_of, open_network
+from deephoyer.lab.schema import named
 
 MANY_CLASSES = 10
 """With more classes than this, it is also asked whether the right one is among the first five."""
@@ -50,3 +59,33 @@ def counted(forward: Callable[[Tensor], Tensor], source: Source, images: Images,
         counts = torch.stack([hits[:, 0].sum(), hits.sum(), (y != UNREADABLE).sum()])
         total = counts if total is None else total + counts
     return torch.zeros(3, dtype=torch.int64) if total is None else total
+
+
+def evaluate_file(path: Path, words: Mapping[str, Any], device: torch.device, batch: int = 100) -> tuple[Score, Source]:
+    """The score of a stored network on a test set, in float32.
+
+    `words` may have the `data`, where the file does not say on which it was trained, and the `model`.
+    """
+    strange = [key for key in words if key not in ("data", "model")]
+    if strange:
+        raise unknown("thing to say of an evaluation", strange[0], ("data", "model"))
+    network, _ = open_network(path, words.get("model"))
+    choice = named(words["data"] if "data" in words else _own_data(file_of(path)))
+    source: Source = datasets.load(choice.pop("choice"), **choice).to(device)
+    network = network.float().to(device).to(memory_format=torch.channels_last)
+    try:
+        outputs = network(source.example(1)).shape[1]
+    except RuntimeError as why:
+        shape = "×".join(map(str, source.input_shape))
+        raise UserError(f"{path} can't read images of {shape}: {str(why).splitlines()[0]}.") from None
+    if outputs != source.classes:
+        raise UserError(f"{path} has {outputs} outputs, but the data has {source.classes} classes.")
+    return Score.read(counted(network, source, TEST, batch), source), source
+
+
+def _own_data(path: Path) -> str | dict[str, Any]:
+    recipe = provenance(path).get("recipe") if path.suffix == ".safetensors" else None
+    data = recipe.get("data") if isinstance(recipe, Mapping) else None
+    if not isinstance(data, str | dict):
+        raise UserError(f"{path} does not say what data it is for; give it with data=NAME or data={{name: …}}.")
+    return data

@@ -215,7 +215,9 @@ class Run:
         assert self.recipe.start is not None
         found = find.network(self.recipe.start, "start")
         self.progress.note(f"starts from {found.path}")
-        checkpoint.fill(self.model, found.path, "start")
+        new = checkpoint.fill(self.model, found.path, "start", classes_may_differ=True)
+        if new:
+            self.progress.note(f"the classifier ({', '.join(new)}) is new: the file's has another number of classes")
 
     def close_stage(self, began: float) -> None:
         """Notes what the stage came to and steps to the next; `began` is when it would have if never cut off."""
