@@ -39,6 +39,7 @@ def small(*changes):
 @pytest.fixture(autouse=True)
 def saves_every_epoch(monkeypatch):
     monkeypatch.setattr("deephoyer.lab.train.run.SAVE_SECONDS", 0.0)
+    monkeypatch.setattr("deephoyer.lab.train.run.SAVE_SHARE", float("inf"))
 
 
 def weights(run):
@@ -115,6 +116,7 @@ DRIVER = """
 import signal, sys, deephoyer.lab.train.run as run
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are born deaf to Ctrl-C
 run.SAVE_SECONDS = 0.0
+run.SAVE_SHARE = float("inf")
 from deephoyer.lab.cli import main
 sys.argv = ["deephoyer", "run", "demo", "--out", sys.argv[1], *sys.argv[2:]]
 main()

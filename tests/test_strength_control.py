@@ -82,6 +82,7 @@ def test_a_guess_far_off_ends_near_the_density_asked_for(tmp_path, guess):
 
 def test_a_corrected_run_goes_on_where_it_was_cut_off_in_its_second_round(tmp_path, monkeypatch):
     monkeypatch.setattr("deephoyer.lab.train.run.SAVE_SECONDS", 0.0)
+    monkeypatch.setattr("deephoyer.lab.train.run.SAVE_SHARE", float("inf"))
     made = recipe.read("demo", [*SHORT, "regularize.strength=1e-4", "rounds=2", "regularize.epochs=4"])
     whole = weights(Run(made, tmp_path / "whole").execute())
     cut = Run(made, tmp_path / "cut")
