@@ -23,7 +23,7 @@ from deephoyer.latency import MODES
 from deephoyer.masks import Empties, Masks, cut, scored
 from deephoyer.rules import Scores, Threshold
 from deephoyer.scores import Loss, Score
-from deephoyer.structure import Coupled, compact
+from deephoyer.structure import Coupled, compact, tidy
 
 Groups = str | Grouping | Iterable[str | Grouping]
 Select = str | Sequence[str] | None
@@ -215,6 +215,18 @@ def parameters(model: nn.Module, examples: Examples, share: float, groups: Coupl
 def density(model: nn.Module, share: float) -> Goal:
     """The share of the layers' weights that are not zero."""
     return Goal("the share of the weights left", lambda: count(model)[1].density, share)
+
+
+def live(model: nn.Module, examples: Examples, share: float) -> Goal:
+    """As `density`, once the weights are gone that carry nothing of the input to an output (`structure.tidy`)."""
+    return Goal("the share of the weights left, idle ones gone", lambda: _live(model, examples), share)
+
+
+def _live(model: nn.Module, examples: Examples) -> float:
+    try:
+        return count(tidy(model, examples))[1].density
+    except UserError:  # nothing of the input reaches an output any more
+        return 0.0
 
 
 def accuracy(measure: Callable[[], float], least: float) -> Goal:

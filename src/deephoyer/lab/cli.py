@@ -44,14 +44,17 @@ def deephoyer(
 
 @app.command("list")
 def list_(
-    what: Annotated[str, typer.Argument(help="recipes, models, data, penalties, groups, scores or rules")] = "recipes",
+    what: Annotated[
+        str, typer.Argument(help="recipes, models, data, penalties, groups, scores, rules or methods")
+    ] = "recipes",
 ) -> None:
     """Shows what there is to choose from, with a line each."""
     if what == "recipes":
         for folder, title in FOLDERS.items():
             out.print(_recipes(folder, title), highlight=False)
         out.print(
-            "deephoyer run NAME; deephoyer list models, data, penalties, groups, scores or rules", highlight=False
+            "deephoyer run NAME; deephoyer list models, data, penalties, groups, scores, rules or methods",
+            highlight=False,
         )
         return
     kinds = _kinds()
@@ -103,6 +106,7 @@ def _kinds() -> dict[str, Any]:
     from deephoyer.groups import GROUPINGS
     from deephoyer.lab import models
     from deephoyer.lab.data import DATASETS
+    from deephoyer.lab.methods import METHODS
     from deephoyer.penalties import PENALTIES
     from deephoyer.rules import RULES
     from deephoyer.scores import SCORES
@@ -114,6 +118,7 @@ def _kinds() -> dict[str, Any]:
         "groups": GROUPINGS.describe,
         "scores": SCORES.describe,
         "rules": RULES.describe,
+        "methods": METHODS.describe,
     }
 
 

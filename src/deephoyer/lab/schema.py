@@ -160,6 +160,11 @@ class Regularize(Training):
             raise UserError("a strength of 0 can't be corrected; give a small one, like 1e-5.")
         return self
 
+    @property
+    def penalizes(self) -> bool:
+        """Whether there is a penalty at all: a strength of 0 is none."""
+        return any(_numbers(self.strength))
+
     def schedules(self, steps_an_epoch: int) -> Any:
         """The strength as the regularizer takes it."""
         from deephoyer.strength import SCHEDULES, Listed
@@ -180,13 +185,15 @@ class Target(_Part):
 
     macs: float | None = Field(default=None, gt=0, le=1)
     density: float | None = Field(default=None, gt=0, le=1)
+    live: float | None = Field(default=None, gt=0, le=1)
+    """As density, once the weights are gone that carry nothing of the input to an output."""
     accuracy: float | None = Field(default=None, ge=0, le=1)
     drop: float | None = Field(default=None, ge=0, le=1)
 
     @model_validator(mode="after")
     def _one_of_them(self) -> Target:
         if len(self.model_dump(exclude_none=True)) != 1:
-            raise UserError("a target is one of macs, density, accuracy and drop, like {macs: 0.4}.")
+            raise UserError("a target is one of macs, density, live, accuracy and drop, like {macs: 0.4}.")
         return self
 
 
@@ -197,6 +204,8 @@ class Prune(_Part):
     value: float | None = None
     """The rule's own setting `value`, for rules that have one; short for `rule: {name: …, value: …}`."""
     target: Target | None = None
+    score: Choice | None = None
+    """What groups are worth; without it what the method says, or the magnitude of their weights."""
     groups: Choices = "elements"
     parameters: str | tuple[str, ...] | None = None
     """Globs of the parameters that are meant; without them, the weights of all layers."""
@@ -214,6 +223,16 @@ class Prune(_Part):
         from deephoyer.rules import RULES
 
         RULES[named(choice)["choice"]]
+        return plain(choice)
+
+    @field_validator("score")
+    @classmethod
+    def _known_score(cls, choice: Choice | None) -> Choice | None:
+        from deephoyer.scores import SCORES
+
+        if choice is None:
+            return None
+        SCORES.make(**named(choice))
         return plain(choice)
 
     @model_validator(mode="after")
@@ -326,6 +345,8 @@ class Recipe(_Part):
     """What `compact` may add to leave out channels that are dead in one layer alone."""
     distill: Distill | None = None
     rounds: int = Field(default=1, ge=1)
+    method: Choice | None = None
+    """A method that takes part in the stages, besides the penalty; a strength of 0 is no penalty."""
     pretrain: Training | None = None
     regularize: Regularize | None = None
     prune: Prune | None = None
@@ -335,6 +356,16 @@ class Recipe(_Part):
     @classmethod
     def _known_model(cls, choice: Choice) -> Choice:
         return known_model(choice)
+
+    @field_validator("method")
+    @classmethod
+    def _known_method(cls, choice: Choice | None) -> Choice | None:
+        from deephoyer.lab.methods import METHODS
+
+        if choice is None:
+            return None
+        METHODS.make(**named(choice))
+        return plain(choice)
 
     @field_validator("start")
     @classmethod

@@ -21,6 +21,7 @@ class ADMM(Method):
     Z and U are renewed after every `every` epochs. `scope` as of the density rule.
     """
 
+    stages = ("regularize",)
     knows_size = True
 
     def __init__(self, rho: float = 1e-3, every: int = 3, keep: float | None = None, scope: str = "global"):
@@ -32,7 +33,7 @@ class ADMM(Method):
         self.units = stage.units()
         self.rule = Density(share("admm", self.keep, stage), self.scope)
         self.w = {n: t for unit in self.units for n, t in zip(unit.names, unit.tensors, strict=True)}
-        if stage.epoch == 0:
+        if stage.fresh:
             self.u = {name: torch.zeros_like(w) for name, w in self.w.items()}
             self.z = projected(self.units, self.w, self.rule)
         else:

@@ -18,7 +18,6 @@ from deephoyer.lab.methods.noisy_layers import (
     NoisyLayers,
     applied,
     drawn,
-    layers_of,
     weight_of,
 )
 from deephoyer.lab.methods.variational_dropout import divergence
@@ -80,7 +79,7 @@ class _BayesianCompression(NoisyLayers):
     @torch.no_grad()
     def score(self, stage: Stage) -> Score:
         worth = {}
-        for name, layer in layers_of(stage, self.title).items():
+        for name, layer in self.trained_layers(stage).items():
             worth[f"{name}.weight".removeprefix(".")] = laid(layer, self.worth(name)).expand(weight_of(layer).shape)
         return ElementScore(worth)
 

@@ -16,6 +16,7 @@ class IterativeMagnitude(Method):
     stage's.
     """
 
+    stages = ("regularize",)
     knows_size = True
 
     def __init__(self, steps: int = 5):

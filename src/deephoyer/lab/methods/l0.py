@@ -23,6 +23,8 @@ class HardConcrete(Method):
     `strength` is λ, N the number of training examples; `closed` is the chance that a gate is closed at first.
     """
 
+    stages = ("regularize",)
+
     def __init__(self, strength: float = 0.1, beta: float = 2 / 3, closed: float = 0.1):
         super().__init__()
         self.strength, self.beta = positive("l0", "strength", strength), positive("l0", "beta", beta)
@@ -34,7 +36,7 @@ class HardConcrete(Method):
         self.model, self.units, self.examples = stage.model, stage.units(), stage.examples
         self.sizes = [unit.sizes().to(unit.tensors[0].device) for unit in self.units]
         device = self.sizes[0].device
-        if stage.epoch == 0:
+        if stage.fresh:
             random = torch.Generator().manual_seed(stage.seed)
             first = math.log(1 - self.closed) - math.log(self.closed)
             starts = [first + 0.01 * torch.randn(len(size), generator=random) for size in self.sizes]

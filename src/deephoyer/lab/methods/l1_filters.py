@@ -12,7 +12,5 @@ from deephoyer.scores import Magnitude, Score
 class L1Filters(Method):
     """one cut by the mean of |w| over a group, no training before it (Li et al. 2017)"""
 
-    stages = ()
-
     def score(self, stage: Stage) -> Score:
         return Magnitude(norm=1)

@@ -35,6 +35,8 @@ class Stage:
     """Globs of the parameters that are meant."""
     epoch: int = 0
     """The first epoch that is to be run: above 0 where a run is taken up again."""
+    step: int = 0
+    """How many steps of that epoch are done already: where streamed images were cut off within it."""
     epochs: int = 1
     steps: int = 1
     """Steps in an epoch."""
@@ -52,6 +54,15 @@ class Stage:
     batches: Callable[[], Iterable[Any]] | None = None
     loss: Loss | None = None
 
+    @property
+    def fresh(self) -> bool:
+        """Whether it has just begun."""
+        return self.epoch == 0 and self.step == 0
+
+    @property
+    def steps_done(self) -> int:
+        return self.epoch * self.steps + self.step
+
     def units(self) -> list[Unit]:
         weights = find_weights(self.model, self.parameters)
         return [unit for grouping in groupings(self.groups) for unit in grouping.units(weights)]
@@ -61,7 +72,7 @@ class Method:
     """A new one overrides what it needs, and has a line in `METHODS`. All that lasts from one epoch to the next lies in
     `tensors`, which are in every checkpoint, or in the parameters it trains."""
 
-    stages: tuple[str, ...] = ("regularize",)
+    stages: tuple[str, ...] = ()
     """The stages in which it takes part."""
     knows_size = False
     """Whether it must know while it trains how much may stay: then a size is a run of its own."""

@@ -27,6 +27,7 @@ LOG_VARIANCE = -9.0
 class NoisyLayers(Method):
     """Keeps a log variance for every weight of linear and convolution layers, and hooks that draw."""
 
+    stages = ("regularize",)
     title = "noisy layers"
 
     def __init__(self, strength: float = 1.0, warmup: int = 10):
@@ -39,16 +40,16 @@ class NoisyLayers(Method):
     def begin(self, stage: Stage) -> None:
         self.model, self.examples = stage.model, stage.examples
         self.epochs, self.steps = stage.epochs, stage.steps
-        self.step = stage.epoch * stage.steps
+        self.step = stage.steps_done
         self.layers = layers_of(stage, self.title)
         self.trained: dict[str, nn.Parameter] = {}
         for name, layer in self.layers.items():
             for key, start in self.starts(layer).items():
-                value = start if stage.epoch == 0 else self.tensors[f"{key}.{name}"]
+                value = start if stage.fresh else self.tensors[f"{key}.{name}"]
                 self.trained[f"{key}.{name}"] = nn.Parameter(value.to(weight_of(layer).device))
         for key, start in self.globals().items():
             device = next(iter(self.trained.values())).device
-            value = start if stage.epoch == 0 else self.tensors[key]
+            value = start if stage.fresh else self.tensors[key]
             self.trained[key] = nn.Parameter(value.to(device))
         self.tensors = {name: p.detach() for name, p in self.trained.items()}  # the same storage
         self.hooks: list[RemovableHandle] = []
@@ -66,6 +67,18 @@ class NoisyLayers(Method):
 
     def of(self, key: str, name: str) -> Tensor:
         return self.trained[f"{key}.{name}"]
+
+    def trained_layers(self, stage: Stage) -> dict[str, nn.Module]:
+        """The layers again when training is over, perhaps in a run that starts from where it took place."""
+        layers = layers_of(stage, self.title)
+        if any(f"log_variance.{name}" not in self.tensors for name in layers):
+            raise UserError(
+                f"method {self.title}: what it trains besides the weights is not there. Start from a run of this "
+                "method, in whose folder it is, or have a regularize stage."
+            )
+        device = weight_of(next(iter(layers.values()))).device
+        self.tensors = {name: tensor.to(device) for name, tensor in self.tensors.items()}
+        return layers
 
     def parameters(self) -> list[nn.Parameter]:
         return list(self.trained.values())

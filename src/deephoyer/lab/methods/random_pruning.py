@@ -12,8 +12,6 @@ from deephoyer.scores import Random, Score
 class RandomPruning(Method):
     """one cut at random, no training before it (Mittal et al. 2018)"""
 
-    stages = ()
-
     def __init__(self, seed: int = 0):
         super().__init__()
         self.seed = seed

@@ -15,6 +15,8 @@ from deephoyer.scores import NORMS, NormScale, Score
 class NetworkSlimming(Method):
     """adds strength·Σ|γ| over the scales of norms to the loss; a channel is worth its scale (Liu et al. 2017)"""
 
+    stages = ("regularize",)
+
     def __init__(self, strength: float = 1e-4):
         super().__init__()
         self.strength = positive("slimming", "strength", strength)

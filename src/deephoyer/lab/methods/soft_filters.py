@@ -17,6 +17,7 @@ class SoftFilterPruning(Method):
     `keep` is the share of each layer's groups that is left, by default the recipe's target of density.
     """
 
+    stages = ("regularize",)
     knows_size = True
     title = "soft-filters"
 

@@ -20,6 +20,8 @@ class NetworkSurgery(Method):
     probability 1 / (1 + gamma·i), and not at all in the last tenth of the stage.
     """
 
+    stages = ("regularize",)
+
     def __init__(self, c: float = 1.0, gamma: float = 1e-3):
         super().__init__()
         self.c, self.gamma = not_negative(c, "method surgery: c"), not_negative(gamma, "method surgery: gamma")
@@ -27,8 +29,8 @@ class NetworkSurgery(Method):
     def begin(self, stage: Stage) -> None:
         self.model, self.units = stage.model, stage.units()
         self.last = int(0.9 * stage.epochs * stage.steps)
-        self.step = stage.epoch * stage.steps
-        if stage.epoch == 0:
+        self.step = stage.steps_done
+        if stage.fresh:
             worth = [Magnitude().of(unit).detach() for unit in self.units]
             bars = [(r.mean() + self.c * r.std(correction=0)).clamp(max=r.max()) for r in worth]
             self.tensors = {f"bar.{i}": bar for i, bar in enumerate(bars)}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from deephoyer.lab.methods.method import Stage
-from deephoyer.lab.methods.noisy_layers import ElementScore, NoisyLayers, applied, drawn, layers_of, weight_of
+from deephoyer.lab.methods.noisy_layers import ElementScore, NoisyLayers, applied, drawn, weight_of
 from deephoyer.scores import Score
 
 K1, K2, K3 = 0.63576, 1.87320, 1.48695
@@ -38,8 +38,8 @@ class SparseVariationalDropout(NoisyLayers):
     @torch.no_grad()
     def score(self, stage: Stage) -> Score:
         worth = {}
-        for name, layer in layers_of(stage, self.title).items():
-            log_variance = self.tensors[f"log_variance.{name}"].to(weight_of(layer).device)
+        for name, layer in self.trained_layers(stage).items():
+            log_variance = self.tensors[f"log_variance.{name}"]
             worth[f"{name}.weight".removeprefix(".")] = (-log_alpha(weight_of(layer), log_variance)).exp()
         return ElementScore(worth)
 

@@ -89,7 +89,13 @@ def refill(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], rest
 
 def write_weights(path: Path, model: nn.Module) -> None:
     """The weights alone, as plain safetensors that any program can read."""
-    write_atomically(path, safetensors.torch.save({n: t.cpu().contiguous() for n, t in model.state_dict().items()}))
+    write_tensors(path, model.state_dict())
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Tensors as plain safetensors; no file where there are none."""
+    if tensors:
+        write_atomically(path, safetensors.torch.save({n: t.cpu().contiguous() for n, t in tensors.items()}))
 
 
 def fill(model: nn.Module, path: Path, key: str, classes_may_differ: bool = False) -> list[str]:

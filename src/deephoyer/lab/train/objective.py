@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deephoyer.lab.data.source import Source
+from deephoyer.lab.methods import Method
 from deephoyer.lab.schema import Recipe
 from deephoyer.lab.train import batches
 from deephoyer.lab.train.batches import Batch, Draw
@@ -14,7 +18,7 @@ from deephoyer.lab.train.compiling import Compiled, repeated
 from deephoyer.lab.train.distill import Teachers
 
 
-def logits(model: nn.Module, x: Tensor, recipe: Recipe) -> Tensor:
+def logits(model: Callable[[Tensor], Tensor], x: Tensor, recipe: Recipe) -> Tensor:
     """A model's outputs, computed in the recipe's precision and memory format."""
     if recipe.channels_last:
         x = x.contiguous(memory_format=torch.channels_last)
@@ -26,7 +30,8 @@ def logits(model: nn.Module, x: Tensor, recipe: Recipe) -> Tensor:
 class Objective:
     """Called with a step's draw, gives the mean loss of its images.
 
-    `through` is what is called in the model's place, where that is wrapped for several processes.
+    `through` is what is called in the model's place, where that is wrapped for several processes; a method may put
+    other weights in the place of its parameters.
     """
 
     def __init__(
@@ -36,14 +41,16 @@ class Objective:
         recipe: Recipe,
         teachers: Teachers | None = None,
         through: nn.Module | None = None,
+        method: Method | None = None,
     ):
-        self.model, self.data, self.recipe, self.teachers = through or model, data, recipe, teachers
+        self.data, self.recipe, self.teachers = data, recipe, teachers
+        self.network = partial(method or Method(), through or model)
         self.compiled = Compiled((repeated(model) or [model]) if recipe.compile == "blocks" else ())
 
     def __call__(self, step: Draw | Batch) -> Tensor:
         x, y = batches.images(self.data, step, self.recipe.shift)
         with self.compiled.on():
-            found = logits(self.model, x, self.recipe)
+            found = logits(self.network, x, self.recipe)
         if self.teachers is None:
             # An image that could not be read counts as one whose loss is 0, whichever process has it.
             return F.cross_entropy(found, y, reduction="none").mean()

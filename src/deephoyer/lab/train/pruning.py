@@ -2,28 +2,49 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from deephoyer import targets
 from deephoyer.errors import UserError
 from deephoyer.groups import Grouping
-from deephoyer.lab.schema import Prune, Target
+from deephoyer.lab.data.streaming import Streaming
+from deephoyer.lab.schema import Prune, Target, named
+from deephoyer.lab.train import batches
+from deephoyer.lab.train.batches import Epoch, Streamed
+from deephoyer.lab.train.objective import logits
 from deephoyer.masks import Masks, prune
 from deephoyer.rules import Rule
+from deephoyer.scores import SCORES, Magnitude, Score
 
 if TYPE_CHECKING:
     from deephoyer.lab.train.run import Run
 
 
-def pruned(run: Run) -> Masks:
-    """Prunes the run's network in place; one that is cut through is refused, for it would keep any target."""
-    settings = run.recipe.prune
-    assert settings is not None
+def pruned(run: Run, done: float | None = None, score: Score | None = None) -> Masks:
+    """Prunes the run's network in place; one that is cut through is refused, for it would keep any target.
+
+    `done` is how much of the way to the target is gone, by default as many rounds are; `score` takes the place of the
+    recipe's.
+    """
+    settings, method = run.recipe.prune, run.recipe.method
+    if settings is None:
+        raise UserError(f"method {method}: prunes while it trains; the recipe needs a prune stage that says how.")
+    if done is None:
+        done = (run.state.round + 1) / run.recipe.rounds  # each round takes the same share of what the last one left
+    elif done < 1 and settings.target is None:
+        raise UserError(f"method {method}: cuts in steps towards a target; give prune.target instead of a value.")
     groups = run.groups(settings.groups)
-    rule = settings.make() if settings.target is None else _aimed(run, settings, settings.target, groups)
-    masks = prune(run.model, rule, groups, settings.parameters, settings.allow_empty, settings.multiple)
+    worth = _Worth(run, score or _score(run, settings))
+    rule = settings.make() if settings.target is None else _aimed(run, settings, settings.target, groups, done, worth)
+    masks = prune(
+        run.model, rule, groups, settings.parameters, settings.allow_empty, settings.multiple, **worth.arguments()
+    )
     if not _tells_images_apart(run):
         raise UserError(
             "prune: nothing of an image reaches the outputs any more. Ask for less, or regularize more gently; "
@@ -42,20 +63,65 @@ def warning_of_loss(before: float | None, after: float) -> str | None:
     )
 
 
-def _aimed(run: Run, settings: Prune, target: Target, groups: list[Grouping]) -> Rule:
+@dataclass(frozen=True)
+class _Worth:
+    """What groups are worth, and the batches that a score may ask about: those of one epoch, the same at every call."""
+
+    run: Run
+    score: Score
+
+    def arguments(self) -> dict[str, Any]:
+        recipe = self.run.recipe
+        seed = batches.seed_of(recipe.seed, "score")
+        torch.manual_seed(seed)  # for dropout
+        self.run.model.train()
+        return {
+            "score": self.score,
+            "batches": self._batches(seed),
+            "loss": lambda model, batch: F.cross_entropy(logits(model, batch[0], recipe), batch[1]),
+        }
+
+    def _batches(self, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Those of an epoch whose seed this is; all of them in every process."""
+        run, recipe = self.run, self.run.recipe
+        drawn: Epoch | Streamed
+        if isinstance(run.data, Streaming):
+            drawn = Streamed(run.data, run.pool, recipe.batch_size, seed)
+        else:
+            drawn = batches.draw(run.pool, recipe.batch_size, recipe.shift, recipe.flip, seed).to(run.device)
+        for step in drawn.steps(range(len(drawn))):
+            yield batches.images(run.data, step, recipe.shift)
+
+
+def _score(run: Run, settings: Prune) -> Score:
+    if settings.score is not None:
+        return SCORES.make(**named(settings.score))
+    worth = run.method.score(run.method_stage("prune")) if run.recipe.method else None
+    return worth or Magnitude()
+
+
+def _aimed(run: Run, settings: Prune, target: Target, groups: list[Grouping], done: float, worth: _Worth) -> Rule:
     """The rule with the value that meets the target; images that this run may select by decide on accuracy."""
     example = run.data.example()
-    done = (run.state.round + 1) / run.recipe.rounds  # each round takes the same share of what the last one left
     if target.macs is not None:
         goal = targets.macs(run.model, example, target.macs**done, joints=run.recipe.joints)
     elif target.density is not None:
         goal = targets.density(run.model, target.density**done)
+    elif target.live is not None:
+        goal = targets.live(run.model, example, target.live**done)
     else:
         least = run.accuracy(run.watched) - target.drop if target.drop is not None else target.accuracy
         assert least is not None
         goal = targets.accuracy(lambda: run.accuracy(run.watched), least)
     found = targets.value_for(
-        goal, run.model, settings.threshold(), groups, settings.parameters, settings.allow_empty, settings.multiple
+        goal,
+        run.model,
+        settings.threshold(),
+        groups,
+        settings.parameters,
+        settings.allow_empty,
+        settings.multiple,
+        **worth.arguments(),
     )
     run.state.prune_value = found.value
     run.progress.note(f"prune: {settings.rule} {found.value:.4g}, where {goal.name} is {found.number:.4g}")

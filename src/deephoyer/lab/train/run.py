@@ -10,11 +10,12 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 
@@ -24,6 +25,8 @@ from deephoyer.lab import data as datasets
 from deephoyer.lab import models
 from deephoyer.lab.data import TEST, Dataset, Images, Source
 from deephoyer.lab.data.streaming import Streaming
+from deephoyer.lab.methods import METHODS, Method
+from deephoyer.lab.methods import Stage as MethodStage
 from deephoyer.lab.recipe import Command
 from deephoyer.lab.runs import checkpoint, environment, find
 from deephoyer.lab.runs.folder import RunFolder
@@ -39,11 +42,13 @@ from deephoyer.lab.train.optim import make_optimizer, rate_at, rates_in
 from deephoyer.lab.train.progress import Silent
 from deephoyer.lab.train.pruning import pruned, warning_of_loss
 from deephoyer.lab.train.step import CapturedStep, PlainStep
-from deephoyer.masks import Masks
+from deephoyer.masks import Hold, Masks
 from deephoyer.penalties import PENALTIES
 from deephoyer.regularizer import Regularizer
 from deephoyer.strength_control import Pursuit, aim_of
 
+METHOD_FILE = "method.safetensors"
+"""What a method trained besides the weights, for runs that start from this one's network."""
 SAVE_SECONDS = 5.0
 """A checkpoint is written at the end of an epoch when the last one is older than this."""
 SAVE_WITHIN = 120.0
@@ -71,6 +76,9 @@ class Run:
         self.progress = progress or Silent()
         self.state = State(stage=self.stages[0])
         self.masks: Masks | None = None
+        self.method = METHODS.make(**named(recipe.method)) if recipe.method else Method()
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._held: Hold | None = None
         self._best: dict[str, Tensor] = {}
         self._ahead: tuple[int, Epoch] | None = None
         self._saved, self._save_cost, self._stage_began = time.monotonic(), 0.0, time.monotonic()
@@ -150,6 +158,8 @@ class Run:
         if len(self.pool) < 1:
             raise UserError(f"held_out: {self.recipe.held_out} of {count} images leaves none to train on.")
         self._check_batch(min(self.recipe.batch_size, len(self.pool)))
+        if self.recipe.method and self.processes.count > 1:
+            raise UserError(f"method {self.recipe.method}: runs in one process; leave out torchrun.")
 
     def _check_batch(self, batch: int) -> None:
         count, parts = self.processes.count, self.recipe.accumulate
@@ -178,7 +188,8 @@ class Run:
         self.model.train()
 
     def _restore(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        parts: dict[str, dict[str, Tensor]] = {"model": {}, "best": {}, "masks": {}, "optimizer": {}}
+        names = ("model", "best", "masks", "method", "optimizer")
+        parts: dict[str, dict[str, Tensor]] = {name: {} for name in names}
         for name, tensor in tensors.items():
             part, _, rest = name.partition(".")
             parts[part][rest] = tensor
@@ -186,6 +197,7 @@ class Run:
         self._best = {n: t.to(self.device) for n, t in parts["best"].items()}
         if parts["masks"]:
             self.masks = Masks.from_state_dict(parts["masks"], self.model)
+        self.method.load(parts["method"])
         if not self.finished() and (self.state.epoch or self.state.step):
             within = f" and step {self.state.step} of the next" if self.state.step else ""
             where = f"in stage {self.state.stage} after epoch {self.state.epoch}{within}"
@@ -218,6 +230,8 @@ class Run:
         new = checkpoint.fill(self.model, found.path, "start", classes_may_differ=True)
         if new:
             self.progress.note(f"the classifier ({', '.join(new)}) is new: the file's has another number of classes")
+        if self.recipe.method and (found.path.parent / METHOD_FILE).exists():
+            self.method.load(safetensors.torch.load_file(found.path.parent / METHOD_FILE))
 
     def close_stage(self, began: float) -> None:
         """Notes what the stage came to and steps to the next; `began` is when it would have if never cut off."""
@@ -225,6 +239,7 @@ class Run:
         title = TITLES[stage]
         if stage in ("pretrain", "regularize") and self.processes.main:
             checkpoint.write_weights(self.folder / f"{title}.safetensors", self.model)
+            checkpoint.write_tensors(self.folder / METHOD_FILE, self.method.state())
         score = self.score(TEST)
         self.state.accuracy[title] = score.accuracy
         if score.top5 is not None:
@@ -250,17 +265,24 @@ class Run:
 
     def _train(self, stage: str, settings: Training, resumed: dict[str, Tensor], began: float) -> None:
         steps = max(1, len(self.pool) // min(self.recipe.batch_size, len(self.pool)))
-        captured = self.captures()
-        regularizer = self.make_regularizer(settings, steps) if isinstance(settings, Regularize) else None
-        optimizer = make_optimizer(settings, self.model.parameters(), captured)
+        method = self.method if stage in self.method.stages else Method()
+        captured = self.captures() and method is not self.method  # a method's hooks are the host's
+        regularizer: Regularizer | None = None
+        if isinstance(settings, Regularize) and settings.penalizes:
+            regularizer = self.make_regularizer(settings, steps)
+        if method is self.method:
+            method.begin(self.method_stage(stage, settings.epochs, steps))
+        optimizer = self._optimizer = make_optimizer(settings, self.model.parameters(), captured)
+        if method.parameters():
+            optimizer.add_param_group({"params": method.parameters(), "weight_decay": 0.0})
         if resumed or self.state.optimizer:
             checkpoint.refill(optimizer, resumed, self.state.optimizer)
         if self.masks is not None:
-            self.masks.hold(optimizer, self.model)
+            self.hold(self.masks)
         teachers = self.teachers if self.recipe.distill and stage != "pretrain" else None
         pursuit = self._pursuit(settings, regularizer)
         spread = self.processes.spread(self.model, self.device)
-        objective = Objective(self.model, self.data, self.recipe, teachers, spread)
+        objective = Objective(self.model, self.data, self.recipe, teachers, spread, method)
         step = (CapturedStep if captured else PlainStep)(
             objective,
             optimizer,
@@ -269,6 +291,7 @@ class Run:
             self.recipe.accumulate,
             without_sync(spread),
             self.processes.mean,
+            method,
         )
         self._stage_began, self._pursued = began, pursuit
         self.progress.stage(stage, settings.epochs, self.state.epoch)
@@ -284,7 +307,37 @@ class Run:
                 self.save_within(*checkpoint.flatten(optimizer.state_dict()), regularizer)
         if pursuit is not None:
             self.progress.note(f"regularize: {pursuit.outcome()}")
+        method.end()
         self.take_best()
+        self._optimizer = self._held = None
+
+    def hold(self, masks: Masks) -> None:
+        """Holds these masks from now on, in place of those held so far."""
+        if self._held is not None:
+            self._held.release()
+        self.masks = masks
+        self._held = masks.hold(self._optimizer, self.model) if self._optimizer else None
+
+    def method_stage(self, stage: str, epochs: int = 0, steps: int = 1) -> MethodStage:
+        """What a method may know of a stage, and ask for."""
+        target = self.recipe.prune.target if self.recipe.prune else None
+        meant = self.recipe.prune or self.recipe.regularize
+        return MethodStage(
+            stage,
+            self.model,
+            list(self.groups(meant.groups)) if meant else ["elements"],
+            meant.parameters if meant else None,
+            epoch=self.state.epoch,
+            step=self.state.step,
+            epochs=epochs,
+            steps=steps,
+            examples=len(self.pool),
+            seed=batches.seed_of(self.recipe.seed, "method"),
+            keep=(target.density or target.live) if target else None,
+            masks=self.masks,
+            cut=lambda done, score: pruned(self, done, score),
+            hold=self.hold,
+        )
 
     def _pursuit(self, settings: Training, regularizer: Regularizer | None) -> Pursuit | None:
         """What corrects the strength of a stage that is to end at a density."""
@@ -310,6 +363,9 @@ class Run:
         drawn, rank = self.draw(epoch), self.processes.rank
         self.model.train()
         rates = rates_in(settings, epoch, len(drawn))
+        if not self.state.step:
+            step.method.before_epoch(epoch)
+            self.model.train()
         if isinstance(drawn, Streamed):
             self._stream(drawn, rates, step)
         else:
@@ -317,7 +373,7 @@ class Run:
             torch.manual_seed(batches.seed_of(seed, rank) if rank else seed)  # for dropout
             step.restart()
             step.epoch(drawn, rates)
-        right, right5, images = self._counts()
+        right, right5, images = self._counts(step.method)
         numbers = {"loss": step.loss, "right": right, "right5": right5, "images": images}
         if isinstance(step.regularizer, Regularizer):
             numbers |= _numbers_of(step.regularizer)
@@ -419,13 +475,14 @@ class Run:
             self.model.load_state_dict(self._best)
             self.state.selected[self.state.stage] = self.state.best_epoch
 
-    def _counts(self) -> Tensor:
+    def _counts(self, method: Method) -> Tensor:
         """What `counted` gives of the watched images, computed as in training; does not wait for the device."""
         self.model.eval()
         self.processes.share_buffers(self.model)
         at_once = (WATCHED_AT_ONCE if self.data.in_memory else STREAMED_AT_ONCE)[self.device.type]
         mine = self.watched.share(self.data, self.processes.rank, self.processes.count)
-        found = counted(lambda x: logits(self.model, x, self.recipe), self.data, mine, at_once)
+        network = partial(method, self.model)
+        found = counted(lambda x: logits(network, x, self.recipe), self.data, mine, at_once)
         return self.processes.sum(found.to(self.device))
 
     # Parts of a step
@@ -504,6 +561,7 @@ class Run:
             "model": self.model.state_dict(),
             "best": self._best,
             "masks": self.masks or {},
+            "method": self.method.state(),
             "optimizer": optimizer,
         }
         tensors = {f"{part}.{name}": tensor for part, content in parts.items() for name, tensor in content.items()}

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from deephoyer.lab.methods import Method
 from deephoyer.lab.train.batches import Batch, Draw, Epoch, Streamed
 from deephoyer.lab.train.epoch_tensors import Tables
 from deephoyer.lab.train.optim import set_rate
@@ -50,9 +51,10 @@ class PlainStep:
         parts: int = 1,
         alone: Callable[[], AbstractContextManager[Any]] = nullcontext,
         shared: Callable[[Tensor], Tensor] = lambda loss: loss,
+        method: Method | None = None,
     ):
         self.forward, self.optimizer, self.regularizer, self.device = forward, optimizer, regularizer, device
-        self.parts, self.alone, self.shared = parts, alone, shared
+        self.parts, self.alone, self.shared, self.method = parts, alone, shared, method or Method()
         self.loss = torch.zeros((), device=device)
 
     def restart(self, loss: float = 0.0) -> None:
@@ -96,9 +98,14 @@ class PlainStep:
     def _once(self, draw: Draw | Batch) -> None:
         self.optimizer.zero_grad(set_to_none=True)
         loss = self._backward(draw) if self.parts == 1 else self._accumulated(draw)
+        term = self.method.loss()
+        if term is not None:
+            term.backward()
+        self.method.after_backward()
         if self.regularizer is not None:
             self.regularizer.add_grad_(advance=False)
         self.optimizer.step()
+        self.method.after_step()
         self.loss += self.shared(loss)
 
     def _backward(self, draw: Draw | Batch) -> Tensor:
