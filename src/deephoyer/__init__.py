@@ -49,6 +49,7 @@ if TYPE_CHECKING:
         Snip as Snip,
         Taylor as Taylor,
     )
+    from deephoyer.shrink import shrink as shrink
     from deephoyer.structure import Coupled as Coupled, compact as compact
     from deephoyer.summary import summary as summary
     from deephoyer.targets import Target as Target
@@ -66,6 +67,7 @@ _PUBLIC = {
     "regularizer": "Regularizer",
     "rules": "Absolute Density PerLayer StdRatio",
     "scores": "GeometricMedian Magnitude NormScale Random Score Snip Taylor",
+    "shrink": "shrink",
     "structure": "Coupled compact",
     "summary": "summary",
     "targets": "Target",

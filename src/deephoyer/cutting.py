@@ -7,6 +7,7 @@ and what to train before and after, is for the caller.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +21,8 @@ from deephoyer import targets
 from deephoyer.counting import count
 from deephoyer.errors import UserError
 from deephoyer.groups import Grouping, Unit, groupings
-from deephoyer.inference import Examples
+from deephoyer.inference import Examples, device_of
+from deephoyer.latency import in_precision, latency_cost, measure
 from deephoyer.masks import Masks, cut, scored
 from deephoyer.rules import Rule, Scores, StdRatio, Verdict
 from deephoyer.scores import Loss, Score
@@ -28,7 +30,14 @@ from deephoyer.structure import Coupled, compact
 from deephoyer.structure.channels import ChannelSet
 from deephoyer.targets import Target
 from deephoyer.weights import Weight, find_weights, unwrap
-from deephoyer.widths import WidthCost, choose, macs_cost, parameters_cost
+from deephoyer.widths import CLOSE, WidthCost, choose, macs_cost, parameters_cost
+
+TRIES = 5
+"""How often a choice is corrected by what the compacted network really costs."""
+CLOSE_IN_TIME = 0.03
+"""As `CLOSE`, for times, which never come out the same twice."""
+MULTIPLES = {"cpu": 8, "cuda": 16}
+"""Numbers of channels that processors compute in whole blocks."""
 
 
 class Free(Grouping):
@@ -86,7 +95,7 @@ class Cutter:
         groups: str | Grouping | Iterable[str | Grouping] | None = None,
         *,
         protect: str | Iterable[str] = (),
-        multiple: int = 1,
+        multiple: int | None = None,
         least: float = 0.05,
         by_cost: bool | None = None,
         score: str | Score = "magnitude",
@@ -95,6 +104,8 @@ class Cutter:
     ):
         self.model, self.examples, self.target = unwrap(model), examples, target
         self.multiple, self.least = multiple, least
+        if multiple is not None and (isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1):
+            raise UserError(f"multiple is {multiple!r}; it is a whole number of channels, 1 or more.")
         self.score, self.batches, self.loss = score, batches, loss
         self.by_cost = target.kind == "latency" if by_cost is None else by_cost
         patterns = [protect] if isinstance(protect, str) else list(protect)
@@ -113,9 +124,11 @@ class Cutter:
             if target.kind == "latency":
                 raise UserError("target: a latency needs coupled groups, which are the default; leave out groups=.")
 
-    def _cost(self, coupled: Coupled) -> WidthCost | None:
+    def _cost(self, coupled: Coupled) -> WidthCost:
         if self.target.kind == "macs":
             return macs_cost(self.examples, coupled)
+        if self.target.kind == "latency":
+            return latency_cost(self.examples, coupled, self.target.batch, self.target.mode, self.target.dtype)
         return parameters_cost(coupled)
 
     def _protected(self, patterns: Sequence[str], coupled: Coupled) -> list[str]:
@@ -155,7 +168,17 @@ class Cutter:
             return (count(small, self.examples)[1].macs_executed or 0) / whole
         if self.target.kind == "parameters":
             return sum(p.numel() for p in small.parameters()) / sum(p.numel() for p in self.model.parameters())
+        if self.target.kind == "latency":
+            return self.time_of(small)
         return count(self.model)[1].density  # compaction takes idle weights as well: they are not part of the bargain
+
+    def time_of(self, small: nn.Module) -> float:
+        """How long a compacted network takes, as a share of the whole one's time; the two are timed in turns."""
+        target = self.target
+        models = [in_precision(model, self.examples, target.dtype)[0] for model in (small, self.model)]
+        examples = in_precision(nn.Identity(), self.examples, target.dtype)[1]
+        (own,), (whole,) = measure(models, examples, [target.batch], seconds=1.0, mode=target.mode)
+        return own.median_ms / whole.median_ms
 
     # Cutting
 
@@ -178,11 +201,44 @@ class Cutter:
             [unit.name for unit in units],
             scores,
             share,
-            multiple=self.multiple,
+            multiple=self._multiples(units),
             least=self.least,
             by_cost=self.by_cost,
         )
         return Cut(made.keeps, made.share, made.at_least)
+
+    def _multiples(self, units: Sequence[Unit]) -> dict[str, int]:
+        """What each set's width is to be a multiple of: for a latency what processors like, less in narrow layers."""
+        wide = MULTIPLES.get(device_of(self.model).type, 8) if self.target.kind == "latency" else 1
+        found = {}
+        for unit in units:
+            narrow = 2 ** int(math.log2(max(1, len(unit.sizes()) // 8)))
+            found[unit.name] = min(wide, narrow) if self.multiple is None else self.multiple
+        return found
+
+    def aim(self, share: float) -> Cut:
+        """What is to stay so that the compacted network really costs this share: tried, counted or timed, corrected."""
+        chosen, bound = self.plan(share), share
+        if self.cost is None:
+            return chosen
+        close = CLOSE if self.target.kind != "latency" else CLOSE_IN_TIME
+        best: Cut | None = None
+        for _ in range(TRIES):
+            with restored(self.model):
+                self.apply(chosen)
+                real = self.share_of(self.compacted())
+            tried = Cut(chosen.keeps, real, chosen.stuck)
+            if best is None or abs(real - share) < abs(best.share - share):
+                best = tried
+            if abs(real - share) <= close * share:
+                break
+            bound = min(1.0, bound * share / real)
+            following = self.plan(bound)
+            if all(torch.equal(a, b) for a, b in zip(following.keeps, chosen.keeps, strict=True)):
+                break
+            chosen = following
+        assert best is not None
+        return best
 
     def apply(self, chosen: Cut) -> Masks:
         """Zeroes what is to go, in the network itself."""
@@ -200,13 +256,13 @@ class Cutter:
             StdRatio,
             self.groups,
             self.parameters,
-            multiple=self.multiple,
+            multiple=self.multiple or 1,
             score=self.score,
             batches=self.batches,
             loss=self.loss,
         )
         with restored(self.model):
-            cut(self.model, StdRatio(found.value), units, scores, multiple=self.multiple)
+            cut(self.model, StdRatio(found.value), units, scores, multiple=self.multiple or 1)
             return Cut([alive for _, alive in self.alive()], found.number, [])
 
     def _goal(self, share: float) -> targets.Goal:

@@ -83,7 +83,7 @@ class Plan:
         stages: Stages | None = None,
         rounds: int = 3,
         protect: str | Iterable[str] = (),
-        multiple: int = 1,
+        multiple: int | None = None,
         least: float = 0.05,
         by_cost: bool | None = None,
         score: str | Score = "magnitude",
@@ -303,7 +303,7 @@ class Plan:
         return score is not None and self._within(score)
 
     def _prune(self, level: int) -> None:
-        cut = _agreed(self.cutter.plan(self.share_of_level(level)))
+        cut = _agreed(self.cutter.aim(self.share_of_level(level)))
         assert isinstance(cut, Cut)
         self._hold(self.cutter.apply(cut))
         self.level, self._share, self._stuck = level, cut.share, cut.stuck

@@ -88,28 +88,28 @@ class WidthCost:
         return set().union(*(term.sets for term in self._by_set[name])) | {name}
 
 
-def sides_of(groups: Coupled) -> dict[str, tuple[Side, ...]]:
-    """For each parameter the sizes of it that depend on the sets that may go."""
+def sides_of(groups: Coupled) -> dict[str, dict[int, Side]]:
+    """For each parameter the dimensions whose sizes depend on the sets that may go."""
     graph = groups.graph.wired()
     free = [one for one in groups.sets if one.reason is None]
     owner = torch.full((graph.count,), -1)
     for i, one in enumerate(free):
         owner[torch.tensor(one.channels)] = i
-    found: dict[str, list[Side]] = {}
-    for (name, _), channels in graph.places.items():
+    found: dict[str, dict[int, Side]] = {}
+    for (name, dim), channels in graph.places.items():
         owners = owner[channels]
         held = torch.bincount(owners[owners >= 0], minlength=len(free)).tolist()
         of_sets = {one.name: n / len(one.channels) for one, n in zip(free, held, strict=True) if n}
         if of_sets:
-            found.setdefault(name, []).append(Side(len(channels), float((owners < 0).sum()), of_sets))
-    return {name: tuple(sides) for name, sides in found.items()}
+            found.setdefault(name, {})[dim] = Side(len(channels), float((owners < 0).sum()), of_sets)
+    return found
 
 
 def macs_cost(examples: Examples, groups: Coupled) -> WidthCost:
     """Multiply-accumulates that are executed; products of attention go with the heads that are left."""
     used, other = executed(groups.model, examples, {w.name: w.tensor for w in all_weights(groups.model)})
     sides = sides_of(groups)
-    terms = [_product(macs, sides[name]) for name, macs in used.items() if macs and name in sides]
+    terms = [_product(macs, list(sides[name].values())) for name, macs in used.items() if macs and name in sides]
     constant = float(sum(macs for name, macs in used.items() if name not in sides))
     for module, macs in other.items():
         heads = _heads_in(module, groups)
@@ -126,7 +126,7 @@ def parameters_cost(groups: Coupled) -> WidthCost:
     terms, constant = [], 0.0
     for name, tensor in groups.model.named_parameters():
         if name in sides:
-            terms.append(_product(tensor.numel(), sides[name]))
+            terms.append(_product(tensor.numel(), list(sides[name].values())))
         else:
             constant += tensor.numel()
     return WidthCost("parameters", widths_of(groups), terms, constant)
@@ -194,18 +194,18 @@ def choose(
     scores: Sequence[Scores],
     share: float,
     *,
-    multiple: int = 1,
+    multiple: int | Mapping[str, int] = 1,
     least: float = 0.05,
     by_cost: bool = False,
-    frozen: Sequence[str] = (),
 ) -> Choice:
     """The groups that stay so that the cost is at most `share` of the whole network's, and near it as blocks allow.
 
     Channels go one block of `multiple` after the other. With `by_cost` the next is the one whose worth for each unit
     of cost it saves is least, otherwise the one whose channels are worth least. A set keeps the share `least` of
-    its channels, one at least; those in `frozen` keep all that are not zero already.
+    its channels, one at least.
     """
-    blocks = {n: _blocks(n, s, multiple, least, n in frozen) for n, s in zip(names, scores, strict=True)}
+    of = multiple if isinstance(multiple, Mapping) else dict.fromkeys(names, multiple)
+    blocks = {n: _blocks(n, s, of[n], least) for n, s in zip(names, scores, strict=True)}
     live = {**cost.widths, **{n: b.live for n, b in blocks.items()}}
     bound = share * cost.dense
     now = cost.value(live)
@@ -286,12 +286,12 @@ def _swap(cost: WidthCost, blocks: Mapping[str, _Blocks], live: dict[str, int], 
             block.live = live[name]
 
 
-def _blocks(name: str, s: Scores, multiple: int, least: float, frozen: bool) -> _Blocks:
+def _blocks(name: str, s: Scores, multiple: int, least: float) -> _Blocks:
     score = s.score.detach().double().cpu()
     order = score.argsort(descending=True, stable=True)
     alive = int((score > 0).sum())
     relative = score[order[:alive]] / (s.std if s.std > 0 else 1.0)
-    floor = alive if frozen else min(alive, max(1, math.ceil(least * len(score))))
+    floor = min(alive, max(1, math.ceil(least * len(score))))
     if multiple > 1:
         floor = min(alive, max(floor, multiple))
     return _Blocks(name, order, relative.square().tolist(), alive, floor, multiple)

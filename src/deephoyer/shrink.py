@@ -1,0 +1,233 @@
+"""Smaller at once, for those who cannot train: score, cut, recalibrate batch norms, compact; and what that loses, told.
+
+A plan (`plan.py`) loses far less, for it trains before and after it cuts.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deephoyer.cutting import Cutter
+from deephoyer.errors import UserError
+from deephoyer.groups import Grouping
+from deephoyer.inference import Examples, arguments, at_rest, call
+from deephoyer.scores import Loss, Score
+from deephoyer.structure import Coupled
+from deephoyer.structure.inputs import outputs_in
+from deephoyer.targets import Target
+from deephoyer.weights import unwrap
+from deephoyer.widths import CLOSE
+
+HALVINGS = 6
+"""How often the size is halved in on where a drop in score bounds it."""
+
+
+@dataclass(frozen=True)
+class ShrinkReport:
+    """What shrinking left and lost: the share that was reached, the outputs' change, the score if one was asked for.
+
+    `error` is the root mean square of what changed in the outputs, over that of the outputs; `same` the share of
+    examples whose largest output is the same one, where outputs are scores of classes. Both on the batches given, or on
+    the example inputs where there are none.
+    """
+
+    target: Target
+    reached: float
+    error: float
+    same: float | None
+    scores: tuple[float, float] | None
+    recalibrated: int
+    widths: list[tuple[str, int, int, str]]
+    note: str = ""
+
+    def __str__(self) -> str:
+        lines = [f"asked for: {self.target.title()}; reached {self.reached:.4f}"]
+        if self.scores is not None:
+            lines.append(f"score:     {self.scores[1]:.4f}, {self.scores[0]:.4f} before")
+        lines.append(f"outputs:   changed by {self.error:.1%} of their size")
+        if self.same is not None:
+            lines.append(f"           the same class for {self.same:.1%} of the examples")
+        lines.append(f"norms:     {self.recalibrated} recalibrated" if self.recalibrated else "norms:     as they were")
+        return "\n".join([*lines, *([self.note] if self.note else [])])
+
+
+def shrink(
+    model: nn.Module,
+    example_inputs: Examples,
+    target: Target,
+    batches: Iterable[Any] | None = None,
+    *,
+    validate: Callable[[nn.Module], float] | None = None,
+    score: str | Score = "magnitude",
+    loss: Loss | None = None,
+    groups: Coupled | str | Grouping | Iterable[str | Grouping] | None = None,
+    protect: str | Iterable[str] = (),
+    multiple: int | None = None,
+    least: float = 0.05,
+    by_cost: bool | None = None,
+) -> nn.Module:
+    """A smaller copy of the model, cut at once; `small.shrink_report` says what that lost.
+
+    `batches` are inputs as the model takes them (a tensor, a tuple, a dict), or pairs of inputs and labels; batch norms
+    are recalibrated on them and outputs compared. A `drop` in the target needs `validate(model)`, higher is better: the
+    network is then cut as far as the drop allows. Scores that look at gradients need `loss(model, batch)` besides.
+
+    >>> net = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
+    >>> small = shrink(net, torch.randn(16, 8), Target(parameters=0.5))
+    >>> small[0].out_features, small.shrink_report.reached
+    (16, 0.5047619047619047)
+    """
+    if target.drop is not None and validate is None:
+        raise UserError("shrink: the target allows a drop, so it needs validate=: a function that scores a model.")
+    seen = None if batches is None else list(batches)
+    work = copy.deepcopy(unwrap(model))
+    if isinstance(groups, Coupled):
+        groups = None  # of the model itself, which stays as it is
+    cutter = Cutter(
+        work,
+        example_inputs,
+        target,
+        groups,
+        protect=protect,
+        multiple=multiple,
+        least=least,
+        by_cost=by_cost,
+        score=score,
+        batches=seen,
+        loss=loss,
+    )
+    before = None if validate is None else float(validate(model))
+    whole = copy.deepcopy(work.state_dict())
+
+    small, after, note = _cut(cutter, whole, target.share, seen), None, ""
+    if validate is not None:
+        after = float(validate(small))
+        if target.drop is not None and before is not None and after < before - target.drop:
+            small, after = _as_far_as_allowed(cutter, whole, seen, validate, before)
+            note = f"note:      at {target.share:g} more was lost than the drop of {target.drop:g} that is allowed."
+    reached = cutter.share_of(small)
+    if not note and reached > target.share * (1 + CLOSE):
+        fixed = ", ".join(f"{name} ({why})" for name, why in cutter.fixed().items())
+        note = f"note:      {target.share:g} was out of reach; not to be cut: {fixed or 'none'}."
+    error, same = _difference(model, small, seen or [example_inputs])
+    small.shrink_report = ShrinkReport(  # type: ignore[assignment]
+        target=target,
+        reached=reached,
+        error=error,
+        same=same,
+        scores=None if before is None or after is None else (before, after),
+        recalibrated=len(_norms(small)) if seen else 0,
+        widths=cutter.widths(),
+        note=note,
+    )
+    return small
+
+
+def _cut(
+    cutter: Cutter,
+    whole: dict[str, Tensor],
+    share: float,
+    batches: list[Any] | None,
+) -> nn.Module:
+    cutter.model.load_state_dict(whole)
+    if share < 1:
+        cutter.apply(cutter.aim(share))
+    small = cutter.compacted()
+    if batches:
+        recalibrate(small, batches)
+    return small
+
+
+def _as_far_as_allowed(
+    cutter: Cutter,
+    whole: dict[str, Tensor],
+    batches: list[Any] | None,
+    validate: Callable[[nn.Module], float],
+    before: float,
+) -> tuple[nn.Module, float]:
+    """Halves, on a logarithmic scale, between what loses too much and the whole network."""
+    low, high = cutter.target.share, 1.0
+    best: tuple[nn.Module, float] | None = None
+    for _ in range(HALVINGS):
+        middle = math.sqrt(low * high)
+        small = _cut(cutter, whole, middle, batches)
+        after = float(validate(small))
+        if after >= before - (cutter.target.drop or 0.0):
+            best, high = (small, after), middle
+        else:
+            low = middle
+    if best is None:
+        return _cut(cutter, whole, 1.0, None), before
+    return best
+
+
+@torch.no_grad()
+def recalibrate(model: nn.Module, batches: Iterable[Any]) -> int:
+    """Takes the running statistics of batch norms anew, as the mean over these batches; says how many norms there are.
+
+    A cut network's activations have other means and variances than those the norms remember.
+    """
+    norms = _norms(model)
+    if not norms:
+        return 0
+    modes = [(module, module.training) for module in model.modules()]
+    momenta = [norm.momentum for norm in norms]
+    model.eval()
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None  # the mean over all batches
+        norm.train()
+    try:
+        for batch in batches:
+            call(model, _inputs(batch))
+    finally:
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
+        for module, mode in modes:
+            module.training = mode
+    return len(norms)
+
+
+def _norms(model: nn.Module) -> list[nn.modules.batchnorm._BatchNorm]:
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats
+    ]
+
+
+def _inputs(batch: Any) -> Examples:
+    """What of a batch the model takes: of a pair of floats and whole numbers, which are labels, the first."""
+    if isinstance(batch, tuple | list) and len(batch) == 2:
+        x, y = batch
+        if isinstance(x, Tensor) and isinstance(y, Tensor) and x.is_floating_point() and not y.is_floating_point():
+            return (x,)
+    arguments(batch)
+    return batch
+
+
+@torch.no_grad()
+def _difference(model: nn.Module, small: nn.Module, batches: list[Any]) -> tuple[float, float | None]:
+    changed = size = right = count = 0.0
+    classes = True
+    for batch in batches:
+        inputs = _inputs(batch)
+        with at_rest(model), at_rest(small):
+            old, new = outputs_in(call(model, inputs)), outputs_in(call(small, inputs))
+        for a, b in zip(old, new, strict=True):
+            if a.is_floating_point():
+                changed += float((a.double() - b.double()).square().sum())
+                size += float(a.double().square().sum())
+        first, second = old[0], new[0]
+        classes = classes and first.dim() == 2 and first.shape[1] > 1 and first.is_floating_point()
+        if classes:
+            right += float((first.argmax(1) == second.argmax(1)).sum())
+            count += len(first)
+    return math.sqrt(changed / size) if size else 0.0, right / count if classes and count else None

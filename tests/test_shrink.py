@@ -1,0 +1,191 @@
+"""Widths chosen by cost and worth, networks cut at once, and times by widths; no time is asserted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import deephoyer as dh
+from deephoyer.counting import count
+from deephoyer.cutting import Cutter
+from deephoyer.lab.models import make
+from deephoyer.latency import LayerTimes, latency_cost, runner
+from deephoyer.rules import Scores
+from deephoyer.shrink import recalibrate
+from deephoyer.structure import Coupled
+from deephoyer.targets import Target
+from deephoyer.widths import CostTerm, Side, WidthCost, choose, macs_cost, parameters_cost
+
+X = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1, bias=False),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.Conv2d(16, 16, 3, padding=1, groups=16),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 1),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(128, 40),
+        nn.ReLU(),
+        nn.Linear(40, 5),
+    )
+
+
+@pytest.mark.parametrize("name", ["own", "resnet-20"])
+@pytest.mark.parametrize("share", [0.7, 0.3])
+def test_what_widths_cost_is_what_compaction_leaves(name, share):
+    """Depthwise layers, flattened maps and parameter-free shortcuts included; nothing is corrected here."""
+    model, example = (network(), X) if name == "own" else (make(name), torch.zeros(1, 3, 32, 32))
+    for target in (Target(macs=share), Target(parameters=share)):
+        cutter = Cutter(model, example, target)
+        before = {n: t.clone() for n, t in model.state_dict().items()}
+        cut = cutter.plan(share)
+        assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+        cutter.apply(cut)
+        assert cutter.share_of(cutter.compacted()) == pytest.approx(cut.share, rel=1e-3)
+        assert cut.share <= 1.02 * share
+        model.load_state_dict(before)
+
+
+def test_the_whole_network_costs_what_is_counted():
+    model = network()
+    groups = Coupled(model, X)
+    total = count(model, X)[1]
+    assert macs_cost(X, groups).dense == total.macs_executed
+    assert parameters_cost(groups).dense == total.parameters
+
+
+def two_sets(first, second):
+    """A cost that is first · a + second · b for the numbers of channels of two sets."""
+    sides = {name: Side(16, 0.0, {name: 1.0}) for name in "ab"}
+    terms = [CostTerm((sides["a"],), lambda n: first * n), CostTerm((sides["b"],), lambda n: second * n)]
+    return WidthCost("cost", {"a": 16, "b": 16}, terms)
+
+
+def scores(seed):
+    draw = torch.Generator().manual_seed(seed)
+    return [Scores([name], torch.rand(16, generator=draw) + 0.01, 1.0) for name in "ab"]
+
+
+@given(st.integers(0, 1000), st.floats(0.2, 0.95), st.sampled_from([1, 2, 4]), st.booleans())
+def test_a_choice_keeps_the_bound_the_multiples_and_the_best_of_each_set(seed, share, multiple, by_cost):
+    cost, of = two_sets(1.0, 3.0), scores(seed)
+    choice = choose(cost, ["a", "b"], of, share, multiple=multiple, by_cost=by_cost, least=0.25)
+    live = [int(keep.sum()) for keep in choice.keeps]
+    assert (live[0] + 3 * live[1]) / 64 == pytest.approx(choice.share) and choice.share <= max(1.02 * share, 0.25)
+    assert all(n % multiple == 0 and n >= 4 for n in live)
+    for keep, s in zip(choice.keeps, of, strict=True):
+        if 0 < keep.sum() < 16:
+            assert s.score[keep].min() >= s.score[~keep].max()
+
+
+@given(st.integers(0, 1000))
+def test_by_cost_the_dear_set_gives_more(seed):
+    cost = two_sets(1.0, 10.0)
+    dear = choose(cost, ["a", "b"], scores(seed), 0.5, by_cost=True).live
+    plain = choose(cost, ["a", "b"], scores(seed), 0.5).live
+    assert dear["b"] <= plain["b"] + 1, "one may come back where it still fits"
+
+
+def test_a_smaller_share_keeps_a_part_of_what_a_larger_one_keeps():
+    model = make("resnet-20")
+    cutter = Cutter(model, torch.zeros(1, 3, 32, 32), Target(macs=0.5))
+    large, small = cutter.plan(0.6), cutter.plan(0.3)
+    assert large.kept() > small.kept()
+    assert sum(bool((b & ~a).any()) for a, b in zip(large.keeps, small.keeps, strict=True)) <= 2
+
+
+def test_shrink_leaves_the_model_alone_and_tells_what_it_lost():
+    model = network().eval()
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    batches = [(torch.randn(8, 3, 16, 16), torch.randint(0, 5, (8,))) for _ in range(3)]
+    small = dh.shrink(model, X, Target(macs=0.5), batches)
+    assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+    share = count(small, X)[1].macs_executed / count(model, X)[1].macs_executed
+    report = small.shrink_report
+    assert report.reached == pytest.approx(share) and 0.49 <= share <= 0.51
+    assert report.recalibrated == 1 and 0 < report.error < 2 and 0 <= report.same <= 1 and report.scores is None
+    assert "asked for: 0.5 of the MACs; reached 0." in str(report) and "changed by" in str(report)
+
+
+def test_shrink_by_nothing_loses_nothing():
+    model = network().eval()
+    report = dh.shrink(model, X, Target(macs=1.0)).shrink_report
+    assert report.error < 1e-5 and report.same == 1.0
+
+
+def test_shrink_stops_where_the_allowed_drop_is_used_up():
+    """The score is the share of the parameters left, so a drop of 0.3 leaves about 0.7 of them."""
+    model = network()
+    whole = sum(p.numel() for p in model.parameters())
+    validate = lambda m: sum(p.numel() for p in m.parameters()) / whole  # noqa: E731
+    small = dh.shrink(model, X, Target(parameters=0.2, drop=0.3), validate=validate)
+    assert 0.7 <= small.shrink_report.scores[1] <= 0.75
+    assert "more was lost than the drop of 0.3" in str(small.shrink_report)
+    with pytest.raises(dh.UserError, match="needs validate="):
+        dh.shrink(model, X, Target(parameters=0.2, drop=0.3))
+
+
+def test_shrink_can_ask_the_loss_what_channels_are_worth():
+    model = network()
+    batches = [(torch.randn(8, 3, 16, 16), torch.randint(0, 5, (8,))) for _ in range(2)]
+    loss = lambda m, batch: nn.functional.cross_entropy(m(batch[0]), batch[1])  # noqa: E731
+    small = dh.shrink(model, X, Target(macs=0.5), batches, score="taylor", loss=loss)
+    assert small.shrink_report.reached == pytest.approx(0.5, rel=0.03)
+
+
+def test_recalibrated_norms_have_the_statistics_of_the_batches():
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2)).eval()
+    model[0].running_mean.fill_(7.0)
+    batches = [torch.randn(50, 3) + i for i in range(4)]
+    assert recalibrate(model, batches) == 1
+    torch.testing.assert_close(model[0].running_mean, torch.stack([b.mean(0) for b in batches]).mean(0))
+    assert not model.training and not model[0].training and model[0].momentum == 0.1
+
+
+def test_times_between_measured_widths_are_between_theirs():
+    table = LayerTimes(nn.Conv2d(16, 32, 3, padding=1), (2, 16, 8, 8))
+    corners = [table.at(o, i) for o in (16, 24) for i in (8, 12)]
+    assert min(corners) <= table.at(20, 10) <= max(corners)
+    assert table.at(0, 16) == 0.0 and table.at(16, 8) == table.at(16, 8), "measured once"
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [nn.Conv2d(8, 16, 3, groups=4), nn.Conv2d(16, 16, 5, groups=16), nn.Conv1d(8, 12, 3, stride=2), nn.Linear(8, 12)],
+)
+def test_a_narrowed_layer_runs_at_every_measured_width(layer):
+    channels = layer.in_features if isinstance(layer, nn.Linear) else layer.in_channels
+    shape = {2: (4, channels), 3: (4, channels, 20), 4: (4, channels, 20, 20)}[layer.weight.dim()]
+    table = LayerTimes(layer, shape)
+    out, into = table.whole
+    assert all(table.at(out * f, max(1, into * g)) > 0 for f in (0.3, 1.0) for g in (0.3, 1.0))
+
+
+def test_a_latency_target_cuts_by_measured_times_and_says_what_it_measured():
+    model = network().eval()
+    groups = Coupled(model, X)
+    cost = latency_cost(X, groups, batch=8)
+    fewer = {name: width // 2 for name, width in cost.widths.items()}
+    assert 0 < cost.value(fewer) < cost.dense
+    small = dh.shrink(model, X, Target(latency=0.8, batch=4))
+    assert small.shrink_report.reached > 0 and count(small)[1].parameters < count(model)[1].parameters
+    assert small[0].out_channels % 2 == 0 and small[5].out_channels % 4 == 0
+
+
+def test_a_compiled_or_captured_run_gives_what_the_network_gives():
+    model = nn.Linear(3, 2).eval()
+    assert torch.equal(runner(model, X[:1, :, 0, 0])(), model(X[:1, :, 0, 0]))
+    with pytest.raises(dh.UserError, match="needs the network on a CUDA device"):
+        runner(model, X[:1, :, 0, 0], "cuda-graph")
+    with pytest.raises(dh.UserError, match="mode of running"):
+        runner(model, X[:1, :, 0, 0], "fast")
