@@ -194,7 +194,7 @@ class Grouping:
 
 
 class Elements(Grouping):
-    """every weight by itself: r = |w|"""
+    """every weight by itself: r = abs(w)"""
 
     name = "elements"
 

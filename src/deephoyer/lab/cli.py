@@ -45,7 +45,7 @@ def deephoyer(
 @app.command("list")
 def list_(
     what: Annotated[
-        str, typer.Argument(help="recipes, models, data, penalties, groups, scores, rules or methods")
+        str, typer.Argument(help="recipes, models, data, penalties, groups, scores, rules, methods or keys")
     ] = "recipes",
 ) -> None:
     """Shows what there is to choose from, with a line each."""
@@ -53,7 +53,7 @@ def list_(
         for folder, title in FOLDERS.items():
             out.print(_recipes(folder, title), highlight=False)
         out.print(
-            "deephoyer run NAME; deephoyer list models, data, penalties, groups, scores, rules or methods",
+            "deephoyer run NAME; deephoyer list models, data, penalties, groups, scores, rules, methods or keys",
             highlight=False,
         )
         return
@@ -107,6 +107,7 @@ def _kinds() -> dict[str, Any]:
     from deephoyer.lab import models
     from deephoyer.lab.data import DATASETS
     from deephoyer.lab.methods import METHODS
+    from deephoyer.lab.recipe_keys import keys as every_key
     from deephoyer.penalties import PENALTIES
     from deephoyer.rules import RULES
     from deephoyer.scores import SCORES
@@ -119,6 +120,7 @@ def _kinds() -> dict[str, Any]:
         "scores": SCORES.describe,
         "rules": RULES.describe,
         "methods": METHODS.describe,
+        "keys": lambda: [(key, f"{words} Default: {default}.") for key, _, default, words in every_key()],
     }
 
 

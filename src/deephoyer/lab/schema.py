@@ -42,23 +42,32 @@ Choices = Choice | tuple[Choice, ...]
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class Training(_Part):
     """A stage of ordinary training."""
 
     epochs: int = Field(ge=0)
+    """How long the stage lasts."""
     optimizer: Literal["adam", "adamw", "sgd"] = "adam"
+    """What takes the steps."""
     lr: float = Field(default=1e-3, gt=0, allow_inf_nan=False)
+    """The learning rate that the schedule begins with."""
     lr_warmup: int = Field(default=0, ge=0)
     """The epochs in which the rate rises to where its schedule has it."""
     schedule: Literal["constant", "step", "cosine"] = "constant"
+    """How the rate goes on: it stays, falls at milestones, or falls to 0 along a cosine."""
     milestones: tuple[int, ...] = ()
+    """The epochs at which a rate with steps falls."""
     gamma: float = Field(default=0.1, gt=0, le=1)
+    """What the rate is multiplied by at each milestone."""
     momentum: float = Field(default=0.9, ge=0, lt=1)
+    """Of sgd."""
     nesterov: bool = False
+    """Of sgd: Nesterov's momentum."""
     weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Ordinary weight decay; decoupled for adamw."""
 
     @model_validator(mode="after")
     def _milestones_go_with_steps(self) -> Training:
@@ -81,7 +90,9 @@ class Warmup(_Part):
     """The strength rises from 0 over the first epochs."""
 
     kind: Literal["linear", "cosine"] = "linear"
+    """The shape in which the strength rises."""
     epochs: int = Field(ge=1)
+    """How many epochs it takes."""
 
 
 Strength = float | dict[str, float] | tuple[float, ...]
@@ -98,12 +109,17 @@ class Regularize(Training):
     """Training with a penalty on groups of weights."""
 
     penalty: Choice = "hoyer-square"
+    """The penalty on the magnitudes of groups, by name or with settings (`deephoyer list penalties`)."""
     groups: Choices = "elements"
+    """How weights are cut into groups (`deephoyer list groups`); several are joined by a plus."""
     strength: Strength
+    """What the penalty is multiplied by: a number, one for each kind of group, or a list with one for each epoch."""
     effective_density: float | None = Field(default=None, gt=0, lt=1)
     """The effective density to end at; the strength is then a first guess, and corrected after every epoch."""
     weigh: Literal["alike", "size"] = "alike"
+    """`size` presses a weight in a large group as hard as one in a small group."""
     warmup: Warmup | None = None
+    """A rise of the strength over the first epochs."""
     parameters: str | tuple[str, ...] | None = None
     """Globs of the parameters that are meant; without them, the weights of all layers."""
 
@@ -184,11 +200,15 @@ class Target(_Part):
     """How small, or how good, instead of a value: one of these, as a share."""
 
     macs: float | None = Field(default=None, gt=0, le=1)
+    """The share of the MACs that is left after compaction."""
     density: float | None = Field(default=None, gt=0, le=1)
+    """The share of the weights that is left."""
     live: float | None = Field(default=None, gt=0, le=1)
     """As density, once the weights are gone that carry nothing of the input to an output."""
     accuracy: float | None = Field(default=None, ge=0, le=1)
+    """The accuracy, on the images that select epochs, that pruning must leave."""
     drop: float | None = Field(default=None, ge=0, le=1)
+    """The accuracy that pruning may cost."""
 
     @model_validator(mode="after")
     def _one_of_them(self) -> Target:
@@ -201,16 +221,21 @@ class Prune(_Part):
     """A rule, by name or with settings, and its value, or a target that the value meets."""
 
     rule: Choice = "std-ratio"
+    """Which groups go, by name or with settings (`deephoyer list rules`)."""
     value: float | None = None
     """The rule's own setting `value`, for rules that have one; short for `rule: {name: …, value: …}`."""
     target: Target | None = None
+    """How small, or how good, instead of a value."""
     score: Choice | None = None
     """What groups are worth; without it what the method says, or the magnitude of their weights."""
     groups: Choices = "elements"
+    """The groups that go or stay as wholes."""
     parameters: str | tuple[str, ...] | None = None
     """Globs of the parameters that are meant; without them, the weights of all layers."""
     allow_empty: bool = False
+    """Whether a layer may lose everything."""
     multiple: int = Field(default=1, ge=1)
+    """Widths are kept at multiples of this number."""
 
     @field_validator("groups")
     @classmethod
@@ -277,7 +302,9 @@ class Teacher(_Part):
     """A teacher whose file does not say which model it is of."""
 
     file: str
+    """The file with its weights."""
     model: Choice
+    """The model that it is of."""
 
     @field_validator("model")
     @classmethod
@@ -294,9 +321,13 @@ class Distill(_Part):
     """
 
     teachers: tuple[str | Teacher, ...] = Field(min_length=1)
+    """Each the words of a run ("parts/lenet-5-teacher seed=1") or a file."""
     temperature: float = Field(default=3.0, gt=0, allow_inf_nan=False)
+    """Softens the predictions of both sides."""
     weight: float = Field(default=0.7, ge=0, le=1)
+    """The teachers' share of the loss; the labels have the rest."""
     keep: bool = False
+    """Ask each teacher once about every image in every position, and keep the answers on disk for other runs."""
 
     @field_validator("teachers")
     @classmethod
@@ -308,10 +339,15 @@ class Expect(_Part):
     """What the records of the recipe, as it is, came to: the mean over their seeds."""
 
     accuracy: float = Field(gt=0, le=1)
+    """On the test images."""
     nonzeros: int | None = None
+    """Weights left."""
     macs: int | None = None
+    """MACs left, by the paper's counting."""
     minutes: float | None = None
+    """How long a run took."""
     device: str | None = None
+    """On what."""
 
 
 class Recipe(_Part):
@@ -321,36 +357,57 @@ class Recipe(_Part):
     """
 
     about: str | None = None
+    """What the recipe is about, in a sentence."""
     needs: str | None = None
+    """What must be there first: data, other networks, a GPU."""
     expect: Expect | Literal["not yet run"] | None = None
+    """What the records of this recipe came to."""
     model: Choice
+    """The network, by name or with settings (`deephoyer list models`)."""
     data: Choice
+    """The data set, by name or with settings (`deephoyer list data`)."""
     start: str | None = None
     """The network that the run begins with, as the words of another run or a file; without it, a new one."""
     seed: int = Field(default=0, ge=0)
+    """Of everything that is random in the run."""
     batch_size: int = Field(default=100, ge=1)
+    """Images in a step."""
     device: str = "auto"
+    """`auto` is a GPU where there is one."""
     epoch_selection: Literal["held-out", "test-best"] = "held-out"
     """Which epoch of a stage is kept: the best on images held out of training, or on the test images themselves."""
     held_out: float = Field(default=0.1, gt=0, lt=1)
+    """The share of the training images that is held out where epochs are selected on it."""
     shift: int = Field(default=0, ge=0, le=16)
+    """Random shifts of training images by up to so many pixels."""
     flip: bool = False
+    """Random mirror images."""
     capture: Literal["auto", "off"] = "auto"
+    """Whole training steps as CUDA graphs where that is possible."""
     precision: Literal["float32", "tf32", "bfloat16"] = "float32"
+    """In what training computes."""
     channels_last: bool = False
+    """The memory format of images and convolutions."""
     accumulate: int = Field(default=1, ge=1)
     """The parts of a batch whose gradients are computed one after the other, for one step."""
     compile: Literal["off", "blocks"] = "off"
+    """Compile the blocks that a network repeats, for training steps."""
     joints: Literal["none", "gather"] = "none"
     """What `compact` may add to leave out channels that are dead in one layer alone."""
     distill: Distill | None = None
+    """Learning from trained networks besides the labels."""
     rounds: int = Field(default=1, ge=1)
+    """How often regularize and prune are repeated before finetuning."""
     method: Choice | None = None
     """A method that takes part in the stages, besides the penalty; a strength of 0 is no penalty."""
     pretrain: Training | None = None
+    """Ordinary training of the dense network."""
     regularize: Regularize | None = None
+    """Training with a penalty."""
     prune: Prune | None = None
+    """What is small becomes zero."""
     finetune: Training | None = None
+    """Training on, with the zeros fixed."""
 
     @field_validator("model")
     @classmethod

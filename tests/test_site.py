@@ -1,0 +1,45 @@
+"""The documentation: it builds without a warning, its code runs, and every recipe key says what it is."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deephoyer.lab.recipe_keys import keys
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+def test_every_recipe_key_says_what_it_is():
+    assert [key for key, _, _, words in keys() if not words] == []
+
+
+def test_make_my_model_smaller_in_ten_minutes_runs_as_it_stands(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"^```python\n(.*?)^```", (DOCS / "ten-minutes.md").read_text(encoding="utf-8"), re.M | re.S)
+    assert len(blocks) >= 5
+    names = {}
+    for block in blocks:
+        exec(compile(block, "ten-minutes.md", "exec"), names)
+
+
+def test_the_site_builds_without_a_warning(tmp_path):
+    pytest.importorskip("sphinx")
+    source = shutil.copytree(DOCS, tmp_path / "docs", ignore=shutil.ignore_patterns("_build"))
+    shutil.copy(DOCS.parent / "CONTRIBUTING.md", tmp_path)
+    words = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", source, tmp_path / "site"]
+    built = subprocess.run(words, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    assert (tmp_path / "site" / "recipe-keys.html").exists()
+
+
+def test_links_between_pages_lead_somewhere():
+    """Sphinx checks its own; this one also sees what readers follow in the repository."""
+    pages = [DOCS.parent / "README.md", DOCS.parent / "CONTRIBUTING.md", *DOCS.glob("*.md")]
+    made = {"recipe-keys.md"}
+    for page in pages:
+        for target in re.findall(r"\]\((?!https?:|#|mailto:)([^)#\s]+)", page.read_text(encoding="utf-8")):
+            assert target in made or (page.parent / target).exists(), f"{page.name}: {target}"
