@@ -195,7 +195,12 @@ def test_groups_rules_and_penalties_take_a_name_or_settings_alike():
     made = recipe.read("demo", [*changes, "prune.value=null", "regularize.penalty={name: transformed-l1, a: 2}"])
     assert made.prune.make() == dh.Density(0.1, "global")
     assert several(made.regularize.groups) == ["filters", {"name": "channels"}]
-    for slip in ("regularize.groups={name: filters, of: 3}", "prune.rule={name: density, values: 0.1}"):
+    assert recipe.read("demo", ["regularize.groups={name: coupled}"]).regularize.groups == "coupled"
+    for slip in (
+        "regularize.groups={name: coupled, of: 3}",
+        "regularize.groups={name: filters, of: 3}",
+        "prune.rule={name: density, values: 0.1}",
+    ):
         with pytest.raises(dh.UserError, match="its settings"):
             recipe.read("demo", [slip])
 

@@ -184,9 +184,6 @@ class Grouping:
 
     name: str = "groups"
     needs_graph: bool = False
-    """Whether it is made from a model and example inputs, and not from settings alone."""
-
-    needs_graph = False
     """It is made from the model and example inputs, which come before its settings."""
 
     def units(self, weights: Sequence[Weight]) -> list[Unit]:

@@ -8,6 +8,7 @@ Reading recipes from files is in `recipe.py`.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import re
 import shlex
@@ -555,8 +556,13 @@ def known_groups(choices: Choices) -> Choices:
 
     for choice in several(choices):
         settings = named(choice)
-        if not getattr(GROUPINGS[settings["choice"]], "needs_graph", False):
+        kind = GROUPINGS[settings["choice"]]
+        if not getattr(kind, "needs_graph", False):
             GROUPINGS.make(**settings)
+            continue
+        taken = list(inspect.signature(kind).parameters)[2:]
+        for key in [key for key in settings if key != "choice" and key not in taken]:
+            raise UserError(f"group {settings['choice']!r} has no setting {key!r}; its settings: {taken or 'none'}.")
     return choices if isinstance(choices, tuple) else plain(choices)
 
 
