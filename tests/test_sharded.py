@@ -115,10 +115,50 @@ def training_together():
             torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-12)
 
 
+def whole_of(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def pruned_and_trained(model, groups, batch):
+    """Half of the groups gone, held through steps of Adam; the weights and the moments."""
+    masks = dh.prune(model, dh.Density(0.5), groups=groups)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    masks.hold(optimizer)
+    dh.Regularizer(model, "hoyer-square", groups, strength=0.01).attach(optimizer)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+    moments = [whole_of(optimizer.state[p]["exp_avg"]) for p in model.parameters()]
+    return masks, [*(whole_of(p.detach()) for p in model.parameters()), *moments]
+
+
+def pruning_and_holding():
+    """Masks of sharded weights are those of the whole ones, and hold; coupled groups were found before sharding."""
+    from torch.distributed.fsdp import fully_shard
+
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(2)).double()
+    for kind in ("elements", "filters+channels", "coupled"):
+        torch.manual_seed(1)
+        alone = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+        sharded = copy.deepcopy(alone)
+        groups = [dh.Coupled(m, x) if kind == "coupled" else kind for m in (alone, sharded)]
+        fully_shard(sharded, mesh=dist.device_mesh.init_device_mesh("cpu", (2,)))
+        sharded(x)  # leaves the weights whole
+        exact_masks, exact = pruned_and_trained(alone, groups[0], x)
+        masks, found = pruned_and_trained(sharded, groups[1], x.chunk(2)[dist.get_rank()])
+        assert masks.keys() == exact_masks.keys() and all(torch.equal(masks[n], exact_masks[n]) for n in masks)
+        for a, b in zip(found, exact, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+        zeros = dict(zip(dict(alone.named_parameters()), found, strict=False))
+        assert all((zeros[name][~mask] == 0).all() for name, mask in masks.items())
+
+
 def one_process(rank, folder):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
-    for part in (training_together, fully_sharded, tensor_parallel, loss_trains_sharded_weights):
+    parts = (training_together, fully_sharded, tensor_parallel, loss_trains_sharded_weights, pruning_and_holding)
+    for part in parts:
         part()
     dist.barrier()
     (folder / f"agreed-{rank}").touch()

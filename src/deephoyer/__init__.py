@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         trimming_threshold as trimming_threshold,
     )
     from deephoyer.plan import Plan as Plan
+    from deephoyer.pretrained import from_pretrained as from_pretrained
     from deephoyer.regularizer import Regularizer as Regularizer
     from deephoyer.rules import Absolute as Absolute, Density as Density, PerLayer as PerLayer, StdRatio as StdRatio
     from deephoyer.scores import (
@@ -64,6 +65,7 @@ _PUBLIC = {
     "penalties": "L1 MCP SCAD Hoyer HoyerSquare Penalty TransformedL1 TrimmedL1 "
     "hoyer hoyer_measure hoyer_square trimming_threshold",
     "plan": "Plan",
+    "pretrained": "from_pretrained",
     "regularizer": "Regularizer",
     "rules": "Absolute Density PerLayer StdRatio",
     "scores": "GeometricMedian Magnitude NormScale Random Score Snip Taylor",

@@ -83,7 +83,8 @@ def count(model: nn.Module, examples: Examples | None = None) -> tuple[list[Row]
     first = {id(weight.tensor): i for i, weight in reversed(list(enumerate(weights)))}
     once = [rows[i] for i in sorted(first.values())]
     rows += [_products(name, macs) for name, macs in other.items()]
-    stored = {_storage(t): t for t in model.state_dict(keep_vars=True).values() if isinstance(t, Tensor)}
+    state = (t for t in model.state_dict(keep_vars=True).values() if isinstance(t, Tensor))
+    stored = {_storage(part): part for tensor in state for part in _parts(tensor)}
     total = Total(
         weights=sum(r.weights for r in once),
         nonzeros=sum(r.nonzeros for r in once),
@@ -115,6 +116,14 @@ def stored_size(tensor: Tensor) -> int:
     return packed_size((tensor.detach() != 0).cpu().numpy(), tensor.element_size())
 
 
+def _parts(tensor: Tensor) -> list[Tensor]:
+    """A quantized tensor holds others: whole numbers and their scales."""
+    if type(tensor) in (Tensor, nn.Parameter) or not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+    return [part for one in inner for part in _parts(one)]
+
+
 def _storage(tensor: Tensor) -> tuple[object, ...]:
     """The same for tied tensors, which are one tensor under several names."""
     return (tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else (id(tensor),)
@@ -122,6 +131,8 @@ def _storage(tensor: Tensor) -> tuple[object, ...]:
 
 def _row(modules: Mapping[str, nn.Module], of: Weight, macs: int | None) -> Row:
     weight = of.tensor.detach()
+    if hasattr(weight, "qdata"):  # torchao's tensors, which can't be compared with anything as they are
+        weight = weight.dequantize()
     owner, _, attribute = of.name.rpartition(".")
     layer = modules[owner]
     alive = _by_group(weight != 0, of)
@@ -139,7 +150,7 @@ def _row(modules: Mapping[str, nn.Module], of: Weight, macs: int | None) -> Row:
         filters=filters.numel(),
         live_channels=int(channels.sum()),
         channels=channels.numel(),
-        bytes_stored=sum(stored_size(p) for p in own),
+        bytes_stored=sum(stored_size(part) for p in own for part in _parts(p)),
         macs_paper=None if macs is None else macs * pairs // whole,
         macs_executed=macs,
         convolution=isinstance(layer, (*CONVOLUTIONS, *TRANSPOSED)),

@@ -20,6 +20,7 @@ from deephoyer.kernels.zeroing import Zeroing, laid_like
 from deephoyer.optimizers import Replaced, bare
 from deephoyer.rules import Rule, Scores
 from deephoyer.scores import Calibration, Loss, Score, scores_of
+from deephoyer.sharded import is_sharded, local, reshard, same_cut, share_of, whole
 from deephoyer.weights import find_weights, left_out, named_parameters, told
 
 
@@ -100,24 +101,31 @@ class Masks(Mapping[str, Tensor]):
     def apply(self, model: nn.Module | None = None) -> Masks:
         """Sets what does not stay to exactly 0.0."""
         for tensor, drop in self._drops(model):
-            tensor.masked_fill_(drop, 0)
+            local(tensor).masked_fill_(drop, 0)
         return self
 
     def hold(self, optimizer: torch.optim.Optimizer, model: nn.Module | None = None) -> Hold:
         """Keeps the zeros exactly zero after every step of the optimizer, in the weights and in its state.
 
         Momentum, Adam's moments and weight decay can't bring a weight back; a checkpoint saved
-        between steps has the zeros in it. With several optimizers call it for each.
+        between steps has the zeros in it. With several optimizers call it for each; one that has no masked
+        parameter of the model has nothing to hold. State that an optimizer keeps in a few bits is left as it is.
         `hold(...).release()` ends it.
         """
-        drops = self._drops(model)
-        tensors = [tensor for tensor, _ in drops]
-        return Hold(bare(optimizer), drops, Replaced(model or self._model, tensors, "hold()"))  # type: ignore[arg-type]
+        whole_model, drops = self._of(model), self._drops(model)
+        own = {id(tensor) for _, tensor in named_parameters(whole_model)}
+        return Hold(bare(optimizer), drops, own, Replaced(whole_model, [tensor for tensor, _ in drops], "hold()"))
 
-    def _drops(self, model: nn.Module | None) -> list[tuple[Tensor, Tensor]]:
+    def _of(self, model: nn.Module | None) -> nn.Module:
         model = self._model if model is None else model
         if model is None:
             raise UserError("masks: which model? These were not made by prune(); pass the model.")
+        return model
+
+    def _drops(self, model: nn.Module | None) -> list[tuple[Tensor, Tensor]]:
+        """The masked parameters, and where this process's piece of each is to be zero."""
+        model = self._of(model)
+        reshard(model)
         parameters = dict(named_parameters(model))
         pairs: list[tuple[Tensor, Tensor]] = []
         for name, mask in self.items():
@@ -125,7 +133,8 @@ class Masks(Mapping[str, Tensor]):
                 raise UserError(f"masks: the model has no parameter {name!r}.")
             if parameters[name].shape != mask.shape:
                 raise UserError(f"masks: {name} is {_shape(parameters[name])}, its mask {_shape(mask)}.")
-            pairs.append((parameters[name], ~mask.to(parameters[name].device)))
+            drop = ~mask.to(parameters[name].device)
+            pairs.append((parameters[name], local(share_of(drop, parameters[name]))))
         return pairs
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -141,13 +150,16 @@ class Masks(Mapping[str, Tensor]):
 class Hold:
     """A step-post hook that zeroes what the masks drop, in the parameters and in the optimizer's state."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, drops: list[tuple[Tensor, Tensor]], replaced: Replaced):
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, drops: list[tuple[Tensor, Tensor]], own: set[int], replaced: Replaced
+    ):
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if drops and not any(id(tensor) in held for tensor, _ in drops):
+        if drops and not held & own:
             raise UserError(
-                "masks: the optimizer holds none of the masked parameters. Is it another model's, or a copy's?"
+                "masks: the optimizer holds no parameter of this model. Is it another model's, or a copy's?"
             )
-        self._optimizer, self._drops = optimizer, [(tensor, laid_like(drop, tensor)) for tensor, drop in drops]
+        self._optimizer = optimizer
+        self._drops = [(tensor, laid_like(drop, local(tensor))) for tensor, drop in drops if id(tensor) in held]
         self._zero, self._replaced = Zeroing(), replaced
         self._handle = optimizer.register_step_post_hook(lambda *_: self.zero_())
         self.zero_()
@@ -159,13 +171,15 @@ class Hold:
         pairs: list[tuple[Tensor, Tensor]] = []
         for i, (tensor, drop) in enumerate(self._drops):
             if drop.device != tensor.device:  # the model was moved
-                drop = laid_like(drop, tensor)
+                drop = laid_like(drop, local(tensor))
                 self._drops[i] = (tensor, drop)
-            pairs.append((tensor, drop))
+            pairs.append((local(tensor), drop))
             for key, value in self._optimizer.state.get(tensor, {}).items():
                 # Adam's step count has the shape of a parameter that is a single number.
-                if key != "step" and isinstance(value, Tensor) and value.shape == drop.shape:
-                    pairs.append((value, drop))
+                if key != "step" and isinstance(value, Tensor) and value.shape == tensor.shape:
+                    piece = local(value) if same_cut(tensor, value) else value
+                    if type(piece) in (Tensor, nn.Parameter) and piece.shape == drop.shape:
+                        pairs.append((piece, drop))
         self._zero(pairs)
 
     def release(self) -> None:
@@ -285,8 +299,14 @@ def scored(
     loss: Loss | None = None,
 ) -> tuple[list[Unit], list[Scores]]:
     """What a rule is asked about: the units of these groups, and the scores of each."""
+    reshard(model)
     weights = find_weights(model, parameters)
     units = [unit for grouping in groupings(groups) for unit in grouping.units(weights)]
+    if batches is not None and any(is_sharded(t) for unit in units for t in unit.tensors):
+        raise UserError(
+            "prune: scores from batches need whole weights; prune before sharding, or by score='magnitude'."
+        )
+    units = [whole(unit) for unit in units]
     found = scores_of(units, score, Calibration(model, batches, loss))
     return units, [Scores(unit.names, worth, scale) for unit, (worth, scale) in zip(units, found, strict=True)]
 

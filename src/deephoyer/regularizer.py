@@ -19,6 +19,7 @@ from deephoyer.groups import Kinds, Unit, groupings
 from deephoyer.kernels import choose
 from deephoyer.optimizers import Replaced, bare
 from deephoyer.penalties import PENALTIES, HoyerSquare, Penalty, hoyer_measure, trimming_threshold
+from deephoyer.sharded import reshard
 from deephoyer.terms import Scale, Term
 from deephoyer.weights import find_weights, left_out, told
 
@@ -57,6 +58,7 @@ class Regularizer:
         self.penalty = PENALTIES.make(penalty)
         if not isinstance(self.penalty, Penalty):
             raise UserError(f"penalty: {penalty!r} is neither a penalty nor the name of one; HoyerSquare() is.")
+        reshard(model)
         weights = find_weights(model, parameters)
         chosen = groupings(groups)
         self.schedules = _schedules(strength, [g.name for g in chosen])

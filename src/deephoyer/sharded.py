@@ -38,6 +38,15 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
+def reshard(model: nn.Module) -> None:
+    """Puts weights that `fully_shard` left whole after a forward pass back into pieces, the ones that are trained."""
+    module = sys.modules.get("torch.distributed.fsdp")
+    if module is not None and hasattr(module, "FSDPModule"):
+        for part in model.modules():
+            if isinstance(part, module.FSDPModule):
+                part.reshard()
+
+
 def offsets(tensor: Tensor) -> tuple[int, ...]:
     """Where this process's piece begins in the whole tensor, for each dimension."""
     if not is_sharded(tensor):

@@ -37,13 +37,17 @@ class MaskForm:
 
 @dataclass(frozen=True)
 class Manifest:
-    """`same` gives, for each further name of a tied tensor, the name it is stored under."""
+    """`same` gives, for each further name of a tied tensor, the name it is stored under.
+
+    `versions` are those that modules give to the meaning of their state, by name, other than 1.
+    """
 
     version: int = 1
     packed: dict[str, Packed] = field(default_factory=dict)
     same: dict[str, str] = field(default_factory=dict)
     masks: dict[str, MaskForm] = field(default_factory=dict)
     structure: dict[str, Any] | None = None
+    versions: dict[str, int] | None = None
     provenance: dict[str, Any] = field(default_factory=dict)
 
     def plain(self) -> dict[str, Any]:
@@ -121,10 +125,24 @@ def _object(where: str, data: Any) -> dict[str, Any]:
     return data
 
 
+def _version(where: str, data: Any) -> int:
+    if type(data) is not int or not 0 <= data < 2**31:
+        raise _Wrong(where, "not a version")
+    return data
+
+
+def _module_versions(where: str, data: Any) -> dict[str, int] | None:
+    """The whole model's name is empty."""
+    if data is None:
+        return None
+    return {name: _version(f"{where}.{name}", entry) for name, entry in _object(where, data).items()}
+
+
 _READERS: dict[str, Callable[[str, Any], Any]] = {
     "packed": _by_name(_packed),
     "same": _by_name(_name),
     "masks": _by_name(_mask),
     "structure": lambda where, data: None if data is None else _object(where, data),
+    "versions": _module_versions,
     "provenance": _object,
 }

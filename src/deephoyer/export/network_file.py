@@ -9,9 +9,11 @@ from __future__ import annotations
 import copy
 import json
 import os
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from deephoyer.errors import UserError
@@ -63,7 +65,14 @@ def encode(model: nn.Module, masks: Mapping[str, Tensor], provenance: dict[str, 
     for name, mask in masks.items():
         parts, forms[name] = pack_mask(name, mask, state.get(same.get(name, name)))
         stored.update(parts)
-    manifest = Manifest(packed=packed, same=same, masks=forms, structure=describe(model), provenance=_plain(provenance))
+    manifest = Manifest(
+        packed=packed,
+        same=same,
+        masks=forms,
+        structure=describe(model),
+        versions=_versions(model),
+        provenance=_plain(provenance),
+    )
     return seal(stored, manifest.plain())
 
 
@@ -72,9 +81,12 @@ def load(path: Path, model: nn.Module) -> nn.Module:
     tensors, manifest = _read(path)
     small = copy.deepcopy(unwrap(model))
     try:
+        fill_meta(small)
         if manifest.structure is not None:
             reshape_(small, manifest.structure)
-        small.load_state_dict(_state(path, small, tensors, manifest))
+        state = OrderedDict(_state(path, small, tensors, manifest))
+        state._metadata = _metadata(small, manifest)  # type: ignore[attr-defined]
+        small.load_state_dict(state)
         check_joints(small)
     except UserError as why:
         text = str(why)
@@ -89,6 +101,40 @@ def load_masks(path: Path, model: nn.Module) -> Masks:
     state = _state(path, model, tensors, manifest)
     masks = {name: unpack_mask(path, name, form, state[name], tensors) for name, form in manifest.masks.items()}
     return Masks(masks, model)
+
+
+def fill_meta(model: nn.Module) -> None:
+    """Room in memory for what a model on the meta device has, to be filled by a state dict; tied stays tied."""
+    room: dict[int, Tensor] = {}
+    for prefix, module in model.named_modules():
+        for own in (module._parameters, module._buffers):
+            for name, tensor in own.items():
+                if tensor is None or not tensor.is_meta:
+                    continue
+                if name in module._non_persistent_buffers_set:
+                    full = f"{prefix}.{name}".removeprefix(".")
+                    raise UserError(f"the model is on the meta device, and {full} is in no file: build it on the CPU.")
+                if id(tensor) not in room:
+                    empty = torch.empty_like(tensor, device="cpu")
+                    like = isinstance(tensor, nn.Parameter)
+                    room[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if like else empty
+                own[name] = room[id(tensor)]
+
+
+def _versions(model: nn.Module) -> dict[str, int]:
+    """Versions that modules give to the meaning of their state, where that is not the first."""
+    known = getattr(model.state_dict(), "_metadata", {})
+    return {
+        name: entry["version"]
+        for name, entry in known.items()
+        if type(entry.get("version")) is int and entry["version"] != 1
+    }
+
+
+def _metadata(model: nn.Module, manifest: Manifest) -> dict[str, dict[str, int]]:
+    """What `load_state_dict` tells each module about its state: the version it was saved in, or else its own."""
+    versions = _versions(model) if manifest.versions is None else manifest.versions
+    return {name: {"version": versions.get(name, 1)} for name, _ in model.named_modules()}
 
 
 def provenance(path: Path) -> dict[str, Any]:

@@ -48,6 +48,10 @@ def same_tensors(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str,
 def _check(name: str, tensor: Any) -> None:
     if not isinstance(tensor, Tensor):
         raise UserError(f"save: {name} is a {type(tensor).__name__}; only tensors can be saved.")
+    if type(tensor) not in (Tensor, torch.nn.Parameter):
+        kind = type(tensor).__name__
+        what = "gather the model's state first" if kind == "DTensor" else "save the network before it is quantized"
+        raise UserError(f"save: {name} is a {kind}, which files can't hold: {what}.")
     if tensor.dtype not in DTYPES or tensor.layout != torch.strided or tensor.is_meta:
         raise UserError(f"save: {name} is {tensor.dtype}, {tensor.layout}, on {tensor.device}: it can't be saved.")
     if ":" in name:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from deephoyer.errors import UserError, unknown
 from deephoyer.inference import Examples
+from deephoyer.pretrained import note_shape
 from deephoyer.structure.channels import IN, OUT, ChannelGraph, Place
 from deephoyer.structure.coupled import Coupled, clean_copy
 from deephoyer.structure.equality import Differs, same
@@ -114,6 +115,7 @@ def _compacted(
     report.parameters_after = _count(small)
     _settle(small, model)
     small.compact_report = report  # type: ignore[assignment]
+    note_shape(small)
     return small
 
 

@@ -1,0 +1,169 @@
+"""In and out of other libraries: Hugging Face folders, versioned state, meta models, adapters, few-bit optimizers."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import deephoyer as dh
+from deephoyer.weights import find_weights
+
+
+def llama(**more):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 64}
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**sizes, **heads, pad_token_id=0, bos_token_id=1, eos_token_id=2, **more)
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def ids():
+    return {"input_ids": torch.randint(3, 40, (2, 7), generator=torch.Generator().manual_seed(1))}
+
+
+def halved(model, inputs):
+    groups = dh.Coupled(model, inputs)
+    dh.prune(model, dh.Density(0.5), groups=groups)
+    return dh.compact(model, inputs, groups=groups)
+
+
+@pytest.fixture(params=[False, True], ids=["untied", "tied"])
+def compacted(request):
+    model = llama(tie_word_embeddings=request.param)
+    return model, halved(model, ids())
+
+
+def test_a_compacted_hugging_face_model_comes_back_from_its_own_folder(compacted, tmp_path):
+    _, small = compacted
+    small.save_pretrained(tmp_path)
+    again = dh.from_pretrained(tmp_path)
+    assert type(again) is type(small) and not again.training
+    assert sum(p.numel() for p in again.parameters()) == sum(p.numel() for p in small.parameters())
+    with torch.no_grad():
+        assert torch.equal(again(**ids()).logits, small(**ids()).logits)
+    again.save_pretrained(tmp_path / "again")
+    assert torch.equal(dh.from_pretrained(tmp_path / "again").lm_head.weight, small.lm_head.weight)
+
+
+def test_generation_is_token_identical_after_compaction(compacted):
+    model, small = compacted
+    tokens = [m.generate(**ids(), max_new_tokens=12, do_sample=False) for m in (model, small)]
+    assert torch.equal(*tokens)
+
+
+def test_a_folder_that_does_not_fit_is_refused_in_a_line(tmp_path):
+    with pytest.raises(dh.UserError, match=r"no config\.json"):
+        dh.from_pretrained(tmp_path)
+    llama().save_pretrained(tmp_path)
+    with pytest.raises(dh.UserError, match="no shape of a compacted model"):
+        dh.from_pretrained(tmp_path)
+    small = halved(llama(), ids())
+    small.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(dh.UserError, match="no safetensors"):
+        dh.from_pretrained(tmp_path)
+
+
+def test_only_the_matrices_of_an_adapter_are_meant_and_the_frozen_ones_are_named():
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(llama(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    reg = dh.Regularizer(model)
+    names = [term.unit.name for term in reg.terms]
+    assert len(names) == 8 and all("lora_" in name for name in names)
+    assert reg.left_out["base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight"] == "frozen"
+    assert "lora_A" in repr(reg) and "frozen" in repr(reg)
+
+
+class Versioned(nn.Module):
+    """Says that the meaning of its state has changed, and what it is told when a state is loaded."""
+
+    _version = 3
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.told = None
+
+    def _load_from_state_dict(self, state, prefix, metadata, *args):
+        self.told = metadata.get("version")
+        super()._load_from_state_dict(state, prefix, metadata, *args)
+
+
+def test_a_module_learns_which_version_of_its_state_the_file_has(tmp_path):
+    dh.save(Versioned(), tmp_path / "old.safetensors")
+    assert dh.load(tmp_path / "old.safetensors", Versioned()).told == 3
+    newer = Versioned()
+    newer._version = 4
+    assert dh.load(tmp_path / "old.safetensors", newer).told == 3
+
+
+def test_mnasnet_is_saved_and_loaded(tmp_path):
+    models = pytest.importorskip("torchvision.models")
+    net = models.mnasnet0_5(num_classes=4).eval()
+    dh.save(net, tmp_path / "net.safetensors")
+    again = dh.load(tmp_path / "net.safetensors", models.mnasnet0_5(num_classes=4)).eval()
+    x = torch.randn(1, 3, 64, 64)
+    with torch.no_grad():
+        assert torch.equal(net(x), again(x))
+
+
+def test_a_meta_model_is_filled_and_its_tied_weights_stay_tied(tmp_path):
+    def tied():
+        net = nn.Sequential(nn.Embedding(6, 4), nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 6, bias=False))
+        net[3].weight = net[0].weight
+        return net
+
+    net = tied()
+    dh.save(net, tmp_path / "net.safetensors")
+    with torch.device("meta"):
+        empty = tied()
+    again = dh.load(tmp_path / "net.safetensors", empty)
+    assert not any(t.is_meta for t in again.state_dict().values()) and again[3].weight is again[0].weight
+    for name, tensor in net.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor)
+    empty.register_buffer("angles", torch.zeros(2, device="meta"), persistent=False)
+    with pytest.raises(dh.UserError, match="meta device, and angles is in no file"):
+        dh.load(tmp_path / "net.safetensors", empty)
+
+
+@pytest.mark.parametrize("bits", ["AdamW8bit", "AdamW4bit"])
+def test_zeros_hold_under_optimizers_with_states_of_a_few_bits(bits):
+    optim = pytest.importorskip("torchao.optim")
+    torch.manual_seed(0)
+    net = nn.Linear(128, 64)
+    masks = dh.prune(net, dh.Density(0.3))
+    optimizer = getattr(optim, bits)(net.parameters(), lr=0.01)
+    masks.hold(optimizer)
+    dh.Regularizer(net).attach(optimizer)
+    for _ in range(2):
+        optimizer.zero_grad()
+        net(torch.randn(4, 128)).square().mean().backward()
+        optimizer.step()
+    assert (net.weight[~masks["weight"]] == 0).all() and (net.weight[masks["weight"]] != 0).any()
+
+
+def test_an_int8_network_is_counted_in_bytes_and_not_saved():
+    quantization = pytest.importorskip("torchao.quantization")
+    net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
+    dense = dh.summary(net, torch.randn(2, 64), latency=False).total
+    quantization.quantize_(net, quantization.Int8WeightOnlyConfig())
+    small = dh.summary(net, torch.randn(2, 64), latency=False).total
+    assert small.macs_executed == dense.macs_executed and small.bytes_dense < 0.4 * dense.bytes_dense
+    with pytest.raises(dh.UserError, match="before it is quantized"):
+        dh.save(net, "never.safetensors")
+
+
+def test_one_optimizer_for_each_parameter_is_held_and_another_models_is_refused():
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    masks = dh.prune(net, dh.Density(0.5))
+    optimizers = [torch.optim.SGD([p], lr=0.1, weight_decay=0.1) for p in net.parameters()]
+    for optimizer in optimizers:
+        masks.hold(optimizer)
+    net(torch.randn(3, 4)).sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    assert all((w.tensor[~masks[w.name]] == 0).all() for w in find_weights(net))
+    with pytest.raises(dh.UserError, match="another model's"):
+        masks.hold(torch.optim.SGD(copy.deepcopy(net).parameters(), lr=0.1))
