@@ -13,7 +13,7 @@ from deephoyer.groups import SliceUnit
 from deephoyer.lab.models import make
 from deephoyer.masks import prune
 from deephoyer.rules import Density
-from deephoyer.structure import CannotFollow, Coupled
+from deephoyer.structure import CannotFollow, Coupled, compact
 from deephoyer.weights import find_weights
 
 torchvision = pytest.importorskip("torchvision")
@@ -175,12 +175,16 @@ def test_operations_that_mix_channels_fix_them_with_a_reason():
     assert "sort" in reasons(sorted_, torch.randn(1, 3))["a"]
 
 
-def test_sizes_written_into_a_forward_are_found_by_trial():
-    net = Net(lambda m, x: m.b(m.a(x).view(-1, 64)), a=nn.Conv2d(3, 4, 1), b=nn.Linear(64, 6), c=nn.Linear(6, 2))
-    net.steps = lambda m, x: m.c(F.relu(m.b(m.a(x).view(-1, 64))))
-    x = torch.randn(1, 3, 4, 4)
-    assert "written into it" in reasons(net, x)["a"]
-    assert list(units(net, x)) == ["b"]
+def test_sizes_written_into_a_forward_are_found_by_trial_and_the_forward_is_told():
+    net = Net(lambda m, x: m.c(F.relu(m.b(m.a(x).view(-1, 64)))), a=nn.Conv2d(3, 4, 1), b=nn.Linear(64, 6))
+    net.c = nn.Linear(6, 2)
+    net, x = net.double(), torch.randn(1, 3, 4, 4).double()
+    coupled = Coupled(net, x)
+    assert [unit.name for unit in coupled.units()] == ["a", "b"]
+    prune(net, Density(0.5), coupled)
+    small = compact(net, x, groups=coupled)
+    more = torch.randn(5, 3, 4, 4).double()
+    assert small.b.in_features == 32 and torch.allclose(small(more), net(more), atol=1e-12)
 
 
 def test_a_scale_that_depends_on_the_number_of_channels_is_found_by_trial():

@@ -103,7 +103,11 @@ def test_a_head_of_zeros_does_not_hide_that_a_width_is_written_into_the_network(
 
 def test_any_number_of_blocks_may_have_a_size_written_into_them():
     def block():
-        return Net(lambda net, x: x + net.b(F.relu(net.a(x)).view(-1, 12)), **linears(a=(8, 12), b=(12, 8)))
+        def forward(net, x):
+            h = F.relu(net.a(x))
+            return x + net.b(h / h.shape[1])
+
+        return Net(forward, **linears(a=(8, 12), b=(12, 8)))
 
     net = nn.Sequential(*[block() for _ in range(24)])
     assert len([s for s in dh.Coupled(net, numbers(2, 8)).sets if s.reason]) >= 24

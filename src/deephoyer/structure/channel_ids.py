@@ -32,6 +32,7 @@ class Labels:
         self._constants: dict[int, Tensor] = {}
         self._own: dict[int, tuple[str, Tensor]] = {}
         self._views: dict[int, Tensor] = {}
+        self._mixed: dict[int, tuple[Tensor, list[Tensor], str]] = {}
         self._starts: list[int] = []
         self._places: list[Place] = []
         named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
@@ -60,6 +61,13 @@ class Labels:
 
     def set(self, tensor: Tensor, axes: list[Tensor]) -> None:
         self._of[id(tensor)] = (tensor, axes)
+
+    def fits(self, tensor: Tensor) -> bool:
+        """Whether its axes have the tensor's sizes, or 1."""
+        return all(
+            axis.dim() == tensor.dim() and all(a in (1, s) for a, s in zip(axis.shape, tensor.shape, strict=True))
+            for axis in self.of(tensor)
+        )
 
     def known(self, tensor: Tensor) -> bool:
         return bool(self.of(tensor))
@@ -124,9 +132,24 @@ class Labels:
         return axis.flatten()
 
     def fix(self, tensors: list[Tensor], reason: str) -> None:
+        self.use(tensors)
         for tensor in tensors:
             for axis in self.of(tensor):
                 self.joined.fix(axis, reason)
+
+    def mix(self, given: list[Tensor], outs: list[Tensor], reason: str) -> None:
+        """Channels that are mixed in what an operation gives must stay, if ever that is used."""
+        axes = [axis for tensor in given for axis in self.of(tensor)]
+        for tensor in outs:
+            self.set(tensor, [])
+            self._mixed[id(tensor)] = (tensor, axes, reason)
+
+    def use(self, tensors: list[Tensor]) -> None:
+        for tensor in tensors:
+            if id(tensor) in self._mixed:
+                _, axes, reason = self._mixed.pop(id(tensor))
+                for axis in axes:
+                    self.joined.fix(axis, reason)
 
     def in_blocks(self, tensor: str, attribute: str, per: int, count: int) -> None:
         """A module that knows the number of its groups loses whole ones, of `per` channels of its tensor each."""

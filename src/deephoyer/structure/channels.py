@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from deephoyer.structure.sizes import Call, SizedCall, SizeRule
+
 Place = tuple[str, int]  # a parameter's or buffer's name and a dimension of it; or a wiring's name and IN or OUT
 OUT, IN = 0, 1  # the sides of a wiring
 
@@ -47,19 +49,13 @@ class Joined:
         """Puts a[i] and b[i] into one set, for every i; the two are broadcast."""
         if a is b or a.numel() == 0:
             return
-        left, right = (t.numpy() for t in torch.broadcast_tensors(self.find(a), self.find(b)))
-        differ = left != right
-        if not differ.any():
-            return
-        pairs = np.unique(left[differ] * self._size + right[differ])
-        parent = self._parent
-        for x, y in zip((pairs // self._size).tolist(), (pairs % self._size).tolist(), strict=True):
-            while (up := parent[x]) != x:
-                x = up
-            while (up := parent[y]) != y:
-                y = up
-            if x != y:
-                parent[max(x, y)] = min(x, y)
+        while True:
+            left, right = (t.numpy() for t in torch.broadcast_tensors(self.find(a), self.find(b)))
+            differ = left != right
+            if not differ.any():
+                return
+            left, right = left[differ], right[differ]
+            np.minimum.at(self._parent, np.maximum(left, right), np.minimum(left, right))
 
     def fix(self, nodes: Tensor, reason: str) -> None:
         """These channels must stay."""
@@ -114,7 +110,8 @@ class ChannelGraph:
 
     `reads` and `writes` are the places where a product reads channels or makes them. `wires` are pairs
     of channels where one is passed on as the other without any weight: either can be taken out by itself, but
-    zeroing all weights of one does not silence it. `wirings` are the modules that do so.
+    zeroing all weights of one does not silence it. `wirings` are the modules that do so. `calls` are those that name
+    sizes, and `sizes` the ones among them that the code must be told.
     """
 
     places: dict[Place, Tensor] = field(default_factory=dict)
@@ -127,6 +124,8 @@ class ChannelGraph:
     wirings: list[str] = field(default_factory=list)
     wires: list[tuple[int, int]] = field(default_factory=list)
     blocks: list[Blocks] = field(default_factory=list)
+    calls: dict[Call, SizedCall] = field(default_factory=dict)
+    sizes: set[SizeRule] = field(default_factory=set)
     count: int = 0
 
     def wired(self) -> ChannelGraph:

@@ -19,9 +19,10 @@ from deephoyer.groups import Grouping, Slices, SliceUnit, Unit
 from deephoyer.inference import Examples, call
 from deephoyer.structure.channels import ChannelGraph, ChannelSet, Place
 from deephoyer.structure.equality import Differs, same
-from deephoyer.structure.follow import CannotFollow, follow
+from deephoyer.structure.follow import CannotFollow, follow, plain_attention
 from deephoyer.structure.inputs import one_sample, outputs_in
 from deephoyer.structure.remove import remove, spare_last, zero
+from deephoyer.structure.sizes import SizeRule, apply_sizes, learn_sizes
 from deephoyer.weights import LAYERS, Weight, unwrap
 
 
@@ -60,11 +61,23 @@ class Coupled(Grouping):
                 units.append(SliceUnit(one.name, parts, count=len(one.channels)))
         if not units:
             raise UserError(
-                "coupled: no channel of this model can be removed; `Coupled.sets` says why. "
+                f"coupled: no channel of this model can be removed{self._because()}. "
                 "With parameters=, all layers that a channel runs through must be among them; and it must be made from "
                 "this very model, not from a copy."
             )
         return units
+
+    def held(self) -> dict[str, float]:
+        """Why channels must stay, with the share of all channels that each reason holds, the largest first."""
+        shares: dict[str, float] = {}
+        for one in self.sets:
+            if one.reason is not None:
+                shares[one.reason] = shares.get(one.reason, 0.0) + one.share
+        return dict(sorted(shares.items(), key=lambda pair: -pair[1]))
+
+    def _because(self) -> str:
+        reasons = [(why, share) for why, share in self.held().items() if why not in ("network input", "network output")]
+        return ": " + "; ".join(f"{share:.0%} stay because {why}" for why, share in reasons[:3]) if reasons else ""
 
     def _all_of(self, parts: Sequence[Slices], meant: set[int]) -> bool:
         """A channel that runs through a layer which is to be left alone must stay."""
@@ -95,7 +108,7 @@ def proven(model: nn.Module, inputs: Examples, exact: bool = True) -> ChannelGra
     for _ in range(1 + len(graph.sets())):  # each time one set at least is given up
         free = [one for one in graph.sets() if one.reason is None]
         try:
-            _try(model, graph, free, inputs)
+            _try(model, graph, free, inputs, learn=True)
             return graph
         except Differs as why:
             _give_up(model, graph, free, inputs, why)
@@ -119,8 +132,11 @@ def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
         raise UserError(f"the model can't be copied (copy.deepcopy): {why}") from why
 
 
-def _try(model: nn.Module, graph: ChannelGraph, sets: list[ChannelSet], inputs: Examples) -> None:
-    """Zeroes every second channel of these sets in one copy, removes it from another, and compares."""
+def _try(model: nn.Module, graph: ChannelGraph, sets: list[ChannelSet], inputs: Examples, learn: bool = False) -> None:
+    """Zeroes every second channel of these sets in one copy, removes it from another, and compares.
+
+    The sizes that the code must be told are learnt on the way, into the graph.
+    """
     dead = torch.zeros(graph.count, dtype=torch.bool)
     for one in sets:
         dead[torch.tensor(one.channels[::2])] = True
@@ -131,7 +147,15 @@ def _try(model: nn.Module, graph: ChannelGraph, sets: list[ChannelSet], inputs: 
     zero(big, graph, dead)
     small = shared_copy(big)
     remove(small, graph, dead)
+    if learn:
+        graph.sizes |= _learnt(small, graph, dead, inputs)
+        apply_sizes(small, graph.sizes, graph.calls, dead)
     same(big, small, inputs, more=1)
+
+
+def _learnt(small: nn.Module, graph: ChannelGraph, dead: Tensor, inputs: Examples) -> set[SizeRule]:
+    with torch.no_grad(), plain_attention():
+        return learn_sizes(small, graph.calls, dead, lambda: call(small, inputs))
 
 
 def _awake(model: nn.Module, inputs: Examples) -> nn.Module:

@@ -18,12 +18,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from deephoyer.errors import UserError
 from deephoyer.inference import Examples, call
 from deephoyer.structure import operations, products
+from deephoyer.structure.attention import opened
 from deephoyer.structure.channel_ids import Labels
-from deephoyer.structure.channels import IN, OUT, ChannelGraph, Place
+from deephoyer.structure.channels import IN, OUT, Blocks, ChannelGraph, Place
 from deephoyer.structure.inputs import outputs_in, tensors_in
 from deephoyer.structure.layers import WIRING, kind_of
 from deephoyer.structure.operations import LAYS_OUT, Operation, Rule
-from deephoyer.structure.sizes import Asking
+from deephoyer.structure.sizes import SPLITS, Asking, Call, CallCounter, SizedCall, counts_heads, mark_settings
 
 
 class CannotFollow(UserError):
@@ -35,6 +36,7 @@ def follow(model: nn.Module, inputs: Examples, other: frozenset[str] = frozenset
 
     In the modules `other`, a dimension that is seen as two is read in the second likely way.
     """
+    mark_settings(model)
     follower = Follower(model, other, exact)
     with torch.no_grad(), plain_attention():
         try:
@@ -77,6 +79,8 @@ class Follower(TorchDispatchMode):
         self._stack: list[str] = []
         self._asleep = 0
         self._asked: list[int] = []
+        self._counter = CallCounter()
+        self._calls: dict[Call, tuple[list[int], list[int], list[list[Tensor]]]] = {}
         self._modules = dict(model.named_modules())
         self._wirings: dict[str, tuple[Tensor, Tensor]] = {}
         for name, module in self._modules.items():
@@ -87,8 +91,26 @@ class Follower(TorchDispatchMode):
         kind = type(self._modules[name]).__name__
         return f"module {name!r} ({kind})" if name else f"the model itself ({kind})"
 
-    def asks(self, sizes: list[int]) -> None:
-        self._asked = sizes
+    def asks(self, func: Any, args: Any, kwargs: Any, sizes: list[int]) -> Any:
+        """A call that names sizes: what they are, and which channels lie along them in what it gives."""
+        self._asked, call = sizes, self._counter.next()
+        try:
+            out = func(*args, **kwargs)
+        finally:
+            self._asked = []
+        tensors = tensors_in(out)
+        if func in SPLITS:
+            dim = kwargs.get("dim", args[2] if len(args) > 2 else 0) % args[0].dim()
+            lie = [(t, dim) for t in tensors[: len(sizes)]]
+        else:
+            lie = [(tensors[0], d) for d in range(tensors[0].dim())]
+        if len(lie) == len(sizes):
+            self._calls.setdefault(call, (sizes, [t.shape[d] for t, d in lie], [self._lying(t, d) for t, d in lie]))
+        return out
+
+    def _lying(self, tensor: Tensor, dim: int) -> list[Tensor]:
+        size = tensor.shape[dim]
+        return [axis.movedim(dim, 0).reshape(size, -1) for axis in self.n.of(tensor) if axis.shape[dim] == size > 1]
 
     # Modules.
 
@@ -99,12 +121,16 @@ class Follower(TorchDispatchMode):
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             self._stack.append(name)
+            self._counter.enter(name)
             self._asleep += wiring
 
         def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if wiring:
                 self._wire(name, module, tensors_in((args, kwargs))[0], output)
+            if opened(module):
+                self._open_attention(name, module)
             self._asleep -= wiring
+            self._counter.leave()
             self._stack.pop()
 
         module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
@@ -120,6 +146,11 @@ class Follower(TorchDispatchMode):
         self.n.joined.join(before, ins)
         self.n.set(y, [outs.view([-1 if d == 1 else 1 for d in range(y.dim())])])
 
+    def _open_attention(self, name: str, module: Any) -> None:
+        """torch's attention says how many heads it has; whole ones go."""
+        weight = f"{name}.out_proj.weight" if name else "out_proj.weight"
+        self.n.blocks.append(Blocks(name, "num_heads", (weight, 1), int(module.head_dim)))
+
     # Operations.
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -129,7 +160,7 @@ class Follower(TorchDispatchMode):
         self._refuse_branches(func, args)
         module = self._stack[-1] if self._stack else ""
         op = Operation(func, args, kwargs, func(*args, **kwargs), self.where(), lambda size: self._heads(module, size))
-        op.first, op.asked = module in self._other, self._asked
+        op.first, op.asked, op.opened = module in self._other, self._asked, opened(self._modules[module])
         self._account(op)
         self._note(module, op)
         return op.out
@@ -137,6 +168,7 @@ class Follower(TorchDispatchMode):
     def _account(self, op: Operation) -> None:
         """Labels what the operation gave."""
         n = self.n
+        n.use(op.given)
         weight = op.name.rstrip("_") in LAYS_OUT and all(n.is_weight(t) for t in op.given[:1])
         if all(n.is_constant(t) for t in op.given) and "rand" not in op.name and op.name != "empty":
             for tensor in op.outs:
@@ -144,7 +176,15 @@ class Follower(TorchDispatchMode):
         if op.name == "convolution":
             n.of(op.args[1], dims=2)  # the places of a kernel are no channels
         if any(n.known(t) for t in op.given):
-            rule_of(op)(n, op)
+            try:
+                rule_of(op)(n, op)
+                fits = all(n.fits(t) for t in op.outs)
+            except Exception:  # an operation used in a way that its rule doesn't know
+                fits = False
+            if not fits:
+                n.fix(op.given, f"{op.name} in {op.where} is not understood")
+                for tensor in op.outs:
+                    n.set(tensor, [])
         if weight and op.given:
             for tensor in op.outs:
                 n.set_view(tensor)
@@ -154,9 +194,9 @@ class Follower(TorchDispatchMode):
         while True:
             settings = vars(self._modules[module])
             for name, value in settings.items():
-                if value == size and type(value) is int and _counts_heads(name):
+                if isinstance(value, int) and value == size and counts_heads(name):
                     return True
-            if not module or any(_counts_heads(name) for name in settings):
+            if not module or any(counts_heads(name) for name in settings):
                 return False
             module = module.rpartition(".")[0]
 
@@ -197,6 +237,11 @@ class Follower(TorchDispatchMode):
             at = torch.searchsorted(known, its).clamp(max=len(known) - 1) if len(known) else its[:0]
             return set(at[known[at] == its].tolist()) if len(known) else set()
 
+        def numbered(nodes: Tensor) -> Tensor:
+            its = find(nodes)
+            at = torch.searchsorted(known, its).clamp(max=len(known) - 1)
+            return torch.where(known[at] == its, at, -1)
+
         number = {root: i for i, root in enumerate(known.tolist())}
         return ChannelGraph(
             places=places,
@@ -208,7 +253,12 @@ class Follower(TorchDispatchMode):
             order=list(self._order),
             wirings=list(self._wirings),
             wires=wires,
-            blocks=list(dict.fromkeys(n.blocks)),
+            blocks=list(dict.fromkeys(block for block in n.blocks if block.place in places)),
+            calls={
+                call: SizedCall(asked, sizes, [[numbered(nodes) for nodes in lying] for lying in along])
+                for call, (asked, sizes, along) in self._calls.items()
+                if any(along)
+            },
             count=len(known),
         )
 
@@ -217,10 +267,6 @@ class Follower(TorchDispatchMode):
         for out, source in zip(places[name, OUT].tolist(), module.source, strict=True):
             if source >= 0:
                 yield int(places[name, IN][source]), out
-
-
-def _counts_heads(name: str) -> bool:
-    return "head" in name and not any(word in name for word in ("dim", "size", "width", "ch", "mask", "mul"))
 
 
 def rule_of(op: Operation) -> Rule:

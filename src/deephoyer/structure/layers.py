@@ -188,7 +188,7 @@ def loose_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Parameters and floating-point buffers outside the known layers, by name, each once."""
     found: dict[int, tuple[str, Tensor]] = {}
     for prefix, module in model.named_modules():
-        if kind_of(module) is not None or isinstance(module, nn.MultiheadAttention):
+        if kind_of(module) is not None:
             continue
         for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
             if tensor.is_floating_point():

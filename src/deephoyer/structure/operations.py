@@ -16,11 +16,16 @@ from torch.utils import _pytree as pytree
 
 from deephoyer.structure.channel_ids import Labels, like, overlap, squeezed
 from deephoyer.structure.inputs import tensors_in
+from deephoyer.structure.sizes import Setting, counts_heads
 
 
 @dataclass
 class Operation:
-    """One call of an ATen function: `where` names the module it happened in, `asked` the sizes that its code gave."""
+    """One call of an ATen function: `where` names the module it happened in, `asked` the sizes that its code gave.
+
+    `opened` says that the module is torch's attention, whose code is replaced when heads go; `first` that of two
+    likely ways to read a view the second is to be taken.
+    """
 
     func: Any
     args: tuple[Any, ...]
@@ -30,6 +35,7 @@ class Operation:
     counts_heads: Callable[[int], bool] = lambda size: False
     asked: Sequence[int] = ()
     first: bool = False
+    opened: bool = False
     given: list[Tensor] = field(default_factory=list)
     outs: list[Tensor] = field(default_factory=list)
 
@@ -49,9 +55,7 @@ Part = tuple[Sequence[int], list[Tensor]]  # a tensor's shape and its axes
 
 
 def mixes(n: Labels, op: Operation) -> None:
-    n.fix(op.given, f"{op.name} in {op.where} may mix channels")
-    for tensor in op.outs:
-        n.set(tensor, [])
+    n.mix(op.given, op.outs, f"{op.name} in {op.where} may mix channels")
 
 
 # Operations that move elements.
@@ -128,12 +132,13 @@ def splits(n: Labels, op: Operation) -> None:
     x, unbinds = op.args[0], op.name == "unbind"
     dim = op.argument("dim", 1 if unbinds else 2, 0) % x.dim()
     parts: list[list[Tensor]] = [[] for _ in op.outs]
+    listed = op.opened or len(op.asked) == len(op.outs) > 1  # the code has a size for each, which it can be told
     for axis in n.of(x):
         if axis.shape[dim] == 1:
             pieces = [axis] * len(op.outs)
         else:
             pieces = list(axis.split([1] * len(op.outs) if unbinds else [t.shape[dim] for t in op.outs], dim))
-            if n.varies(axis, dim):
+            if n.varies(axis, dim) and not listed:
                 for piece in pieces[1:]:
                     if piece.shape == pieces[0].shape:
                         n.joined.join(piece, pieces[0])
@@ -173,8 +178,10 @@ def _one_shrinks(n: Labels, op: Operation, axis: Tensor, dims: list[int]) -> Ten
     varying = [d for d in dims if n.varies(axis, d)]
     if len(varying) < 2:
         return axis
-    heads = [d for d in varying if op.counts_heads(axis.shape[d])]
-    left_open = [d for d in varying if len(op.asked) == axis.dim() and op.asked[d] == -1]
+    asked = op.asked if len(op.asked) == axis.dim() else [0] * axis.dim()
+    named = [d for d in varying if isinstance(size := asked[d], Setting) and counts_heads(size.name)]
+    heads = named or [d for d in varying if op.counts_heads(axis.shape[d])]
+    left_open = [d for d in varying if asked[d] == -1]
     longest = max(varying, key=lambda d: (axis.shape[d], d))
     shrinks = (heads or left_open or [longest])[0]
     if op.first:
@@ -353,9 +360,10 @@ def orders(n: Labels, op: Operation) -> None:
     dim = op.argument("dim", position, -1)
     if not isinstance(dim, int) or isinstance(dim, bool):
         return mixes(n, op)
-    for axis in n.of(x):
-        if n.varies(axis, dim):
-            n.joined.fix(axis, f"{op.name} in {op.where} runs over channels")
+    for axis in n.along(x, dim):
+        n.joined.fix(axis, f"{op.name} in {op.where} runs over channels")
+    if op.outs[0].shape != x.shape:
+        return mixes(n, op)
     axes = [_short(n, axis, dim % x.dim()) if not n.varies(axis, dim) else axis for axis in n.of(x)]
     for tensor in op.outs:
         n.set(tensor, axes if tensor.dim() == x.dim() else [])

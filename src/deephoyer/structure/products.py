@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from deephoyer.structure.channel_ids import Labels
-from deephoyer.structure.operations import Operation, Part, Rule, meet, mixes
+from deephoyer.structure.operations import Operation, Part, Rule, meet
 
 
 def multiplies(n: Labels, op: Operation) -> None:
@@ -229,15 +229,17 @@ def attends(n: Labels, op: Operation) -> None:
     query, key, value = op.args[:3]
     mask = op.argument("attn_mask", 5 if op.name.endswith("cpu") else 3)
     out = op.outs[0]
+    for tensor in (query, key, value):
+        _whole_heads(n, tensor)
     for tensor in (query, key):
         for axis in n.along(tensor, -1):
             n.joined.fix(axis, f"attention in {op.where} is scaled by their number")
-    if any(n.varies(axis, -2) for t in (query, key, value) for axis in n.of(t)):
-        return mixes(n, op)
+    for axis in (axis for tensor in (query, key, value) for axis in n.along(tensor, -2)):
+        n.joined.fix(axis, f"attention in {op.where} runs over them")
     heads = query.shape[1] if query.dim() == 4 else 1
     parts: list[Part] = []
     for tensor in (query, key, value):
-        axes = [axis.narrow(-2, 0, 1) for axis in n.across(tensor, -1)]
+        axes = [axis.narrow(-2, 0, 1) for axis in n.across(tensor, -1) if not n.varies(axis, -2)]
         shape = [*tensor.shape[:-2], 1, 1]
         if tensor.dim() == 4 and tensor.shape[1] not in (1, heads):  # grouped queries: several heads for a key
             times = heads // tensor.shape[1]
@@ -248,12 +250,15 @@ def attends(n: Labels, op: Operation) -> None:
         parts.append((mask.shape, n.of(mask)))
     n.heads += [axis for _, axes in parts for axis in axes]
     columns = n.along(value, -1)
-    for axis in columns:
-        if axis.shape[-3 if out.dim() > 3 else 0] > 1:
-            n.joined.fix(axis, f"attention in {op.where} has them in every head")
     n.set(out, [*meet(n, parts, op.where), *columns])
     for tensor in op.outs[1:]:
         n.set(tensor, [])
+
+
+def _whole_heads(n: Labels, tensor: Tensor) -> None:
+    """Heads whose channels are still told apart become whole."""
+    if tensor.dim() == 4:
+        n.set(tensor, [n.tie(axis, 3) if n.varies(axis, 1) and axis.shape[3] > 1 else axis for axis in n.of(tensor)])
 
 
 _RULES: tuple[tuple[Rule, str], ...] = (

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deephoyer.structure.attention import narrow, opened
 from deephoyer.structure.channels import IN, OUT, ChannelGraph, Place
 from deephoyer.structure.layers import Renewed, put
+from deephoyer.structure.sizes import apply_sizes, set_size
 
 SIZES: dict[str, dict[str, Place]] = {
     "Linear": {"out_features": ("weight", 0), "in_features": ("weight", 1)},
@@ -62,10 +64,15 @@ def remove(model: nn.Module, graph: ChannelGraph, dead: Tensor) -> None:
             new = new.index_select(dim, keep.to(old.device))
         replace_tensor(homes[id(old)], new)
     for block in graph.blocks:
+        module = model.get_submodule(block.module)
         left = int((~dead[graph.places[block.place]]).sum()) // block.per
-        setattr(model.get_submodule(block.module), block.attribute, left)
+        if opened(module):
+            narrow(module, left)
+        else:
+            set_size(module, block.attribute, left)
     for name in {name.rpartition(".")[0] for name in cuts}:
         resize(model.get_submodule(name))
+    apply_sizes(model, graph.sizes, graph.calls, dead)
 
 
 def resize(module: Any) -> None:

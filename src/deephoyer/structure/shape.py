@@ -14,9 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from deephoyer.errors import UserError
+from deephoyer.structure.attention import narrow, opened
 from deephoyer.structure.joints import Constant, Gather, replace
 from deephoyer.structure.layers import CONV, LINEAR, NORM, WIRING, Kind, Renewed, kind_of, loose_tensors, put, size
-from deephoyer.structure.remove import owner
+from deephoyer.structure.remove import owner, resize
+from deephoyer.structure.sizes import RECORD, narrowed, set_size, sizes_of
 
 VERSION = 1
 Entry = dict[str, Any]
@@ -48,7 +50,8 @@ def describe(model: nn.Module) -> dict[str, Any]:
         elif name not in inside and (kind := kind_of(module)) is not None:
             modules[name] = _layer_entry(module, kind)
     loose = {name: list(tensor.shape) for name, tensor in _loose(model).items()}
-    return {"version": VERSION, "modules": modules, "tensors": loose}
+    sizes = {name: dict(sizes_of(module)) for name, module in model.named_modules() if hasattr(module, RECORD)}
+    return {"version": VERSION, "modules": modules, "tensors": loose} | ({"sizes": sizes} if sizes else {})
 
 
 def _layer_entry(module: nn.Module, kind: Kind) -> Entry:
@@ -76,9 +79,11 @@ def reshape_(model: nn.Module, description: Mapping[str, Any]) -> None:
     Values are left to `load_state_dict`; `check_joints` must be called after it.
     """
     _require(isinstance(description, Mapping), "it is not a mapping")
-    _require(set(description) == {"version", "modules", "tensors"}, "it must hold version, modules and tensors")
+    wanted = {"version", "modules", "tensors"}
+    _require(set(description) - {"sizes"} == wanted, "it must hold version, modules and tensors")
     _require(description["version"] == VERSION, f"its version is {description['version']!r}, not {VERSION}")
     steps = _module_steps(model, description["modules"]) + _tensor_steps(model, description["tensors"])
+    steps += _size_steps(model, description.get("sizes", {}))
     renewed = Renewed()
     for step in steps:
         step(renewed)
@@ -218,12 +223,15 @@ def _resize(module: nn.Module, name: str, shape: list[int], renewed: Renewed) ->
         setattr(module, name, known)
     elif list(tensor.shape) != shape:
         put(module, name, tensor.detach()[tuple(slice(n) for n in shape)], renewed)
+        resize(module)
 
 
 def _tensor_steps(model: nn.Module, tensors: Any) -> list[Step]:
     _require(isinstance(tensors, Mapping), "its tensors are not a mapping")
     known = _loose(model)
-    _require(set(tensors) == set(known), f"its tensors must be {', '.join(known) or 'none'}")
+    whole = {name for name in known if isinstance(owner(model, name)[0], nn.MultiheadAttention)}  # as files once had it
+    fits = set(known) - whole <= set(tensors) <= set(known)
+    _require(fits, f"its tensors must be {', '.join(known) or 'none'}")
     steps: list[Step] = []
     for name, shape in tensors.items():
         full = known[name].shape
@@ -233,6 +241,34 @@ def _tensor_steps(model: nn.Module, tensors: Any) -> list[Step]:
         module, attribute = owner(model, name)
         steps.append(lambda renewed, m=module, a=attribute, s=shape: _resize(m, a, s, renewed))  # type: ignore[misc]
     return steps
+
+
+def _size_steps(model: nn.Module, sizes: Any) -> list[Step]:
+    """What the modules' own code must be told: attributes, and sizes at calls."""
+    _require(isinstance(sizes, Mapping), "its sizes are not a mapping")
+    modules = dict(model.named_modules())
+    steps: list[Step] = []
+    for name, its in sizes.items():
+        _require(isinstance(name, str) and name in modules, f"the model has no module {name!r}")
+        _require(isinstance(its, Mapping), f"the sizes of {name!r} are not a mapping")
+        for key, value in its.items():
+            _require(isinstance(key, str), f"{name!r}: {key!r} is not a size")
+            steps.append(_size_step(modules[name], name, key, value))
+    return steps
+
+
+def _size_step(module: nn.Module, name: str, key: str, value: Any) -> Step:
+    call, colon, position = key.partition(":")
+    if colon:
+        _require(call.isdigit() and position.isdigit(), f"{name!r}: {key!r} is not a call and a position")
+        size = _number(name, value, 1, 2**31)
+        return lambda renewed: narrowed(module, int(call), int(position), size)
+    before = vars(module).get(key)
+    _require(isinstance(before, int) and not isinstance(before, bool), f"{name!r} has no size {key!r}")
+    size = _number(name, value, 1, int(before or 0))
+    if opened(module) and key == "num_heads":
+        return lambda renewed: narrow(module, size)  # type: ignore[arg-type]
+    return lambda renewed: set_size(module, key, size)
 
 
 def _loose(model: nn.Module) -> dict[str, Tensor]:

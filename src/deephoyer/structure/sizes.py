@@ -1,22 +1,79 @@
-"""The sizes that a network's code asks for when it sees a tensor in another shape: those it gives, those left open.
+"""Sizes that are written into a network's code: which of them change when channels go, and how the code is told.
 
-Below the level of Python these are plain numbers. Here calls are seen as they were written.
+A forward that sees a tensor in another shape names sizes: `x.view(b, n, self.heads, -1)`, `x.split(self.width)`. When
+heads go, what is left open follows by itself, and so does what was read from a shape that follows. Other sizes are
+found here, by a trial: those that are attributes of the module get their new value; others are set right at the
+call, by a forward that knows the sizes of its calls (`narrowed`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 VIEWS: frozenset[Any] = frozenset([Tensor.view, Tensor.reshape, torch.reshape, Tensor.unflatten, torch.unflatten])
+_SPLITS: list[Any] = [Tensor.split, torch.split, Tensor.split_with_sizes, torch.split_with_sizes]
+SPLITS = frozenset(_SPLITS)
+ASKS = VIEWS | SPLITS
+RECORD = "narrowed_sizes"
+"""The attribute in which a module keeps the sizes that it was given, so that a file can hold them."""
+
+Call = tuple[str, int]  # a module's name, and which of the calls within it
+
+
+class Setting(int):
+    """A whole number that is an attribute of a module, and still says so when it is handed on.
+
+    `divides` becomes true where something is computed from it that a new value would change.
+    """
+
+    module: str
+    name: str
+    divides: bool = False
+
+    @classmethod
+    def of(cls, value: int, module: str, name: str) -> Setting:
+        made = cls(value)
+        made.module, made.name = module, name
+        return made
+
+    def __rfloordiv__(self, other: int) -> int:
+        self.divides = True
+        return other // int(self)
+
+    def __rtruediv__(self, other: float) -> float:
+        self.divides = True
+        return other / int(self)
+
+    def __pow__(self, other: Any, mod: Any = None) -> Any:
+        self.divides = True
+        return int(self) ** other
+
+    def __deepcopy__(self, memo: Any) -> int:
+        return int(self)
+
+
+def mark_settings(model: nn.Module) -> None:
+    """Makes every whole number among the modules' attributes a `Setting`; the model must be a copy."""
+    for prefix, module in model.named_modules():
+        for name, value in vars(module).items():
+            if type(value) is int and value > 1:
+                vars(module)[name] = Setting.of(value, prefix, name)
+
+
+def counts_heads(name: str) -> bool:
+    """Whether an attribute of this name says how many heads there are."""
+    return "head" in name and not any(word in name for word in ("dim", "size", "width", "ch", "mask", "mul"))
 
 
 def asked_sizes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
-    """The sizes in a call of one of VIEWS, one for each dimension of what it gives; −1 is what is left open.
+    """The sizes in a call of one of ASKS: one for each dimension of a view, −1 where it is left open; or each part's.
 
     >>> asked_sizes(Tensor.unflatten, (torch.zeros(2, 6), 1, (3, -1)), {})
     [2, 3, -1]
@@ -29,25 +86,173 @@ def asked_sizes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> lis
             return []
         dim %= x.dim()
         return [*x.shape[:dim], *sizes, *x.shape[dim + 1 :]]
-    given = kwargs.get("shape", kwargs.get("size", rest[0] if len(rest) == 1 else rest))
+    names = ("shape", "size", "split_size", "split_size_or_sections", "split_sizes")
+    named = [kwargs[name] for name in names if name in kwargs]
+    given = named[0] if named else rest[0] if func in SPLITS or len(rest) == 1 else rest
     if isinstance(given, torch.dtype):
         return []
     return [given] if isinstance(given, int) else list(given)
 
 
-class Asking(TorchFunctionMode):
-    """Tells of every view what sizes were asked for, before it is done and (with none) afterwards."""
+def with_sizes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: list[int]) -> Any:
+    """Calls one of ASKS with other sizes."""
+    if func in VIEWS:
+        return args[0].reshape(sizes)
+    dim = kwargs.get("dim", args[2] if len(args) > 2 else 0)
+    whole = not isinstance(kwargs.get("split_size", args[1] if len(args) > 1 else 0), int)
+    return args[0].split(sizes if whole else sizes[0], dim)
 
-    def __init__(self, tell: Callable[[list[int]], None]) -> None:
+
+class Asking(TorchFunctionMode):
+    """Hands every call that names sizes to `do`, with the sizes and a way to do it."""
+
+    def __init__(self, do: Callable[[Any, Any, Any, list[int]], Any]) -> None:
         super().__init__()
-        self._tell = tell
+        self._do = do
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func not in VIEWS:
+        if func in ASKS and (sizes := asked_sizes(func, args, kwargs)):
+            return self._do(func, args, kwargs, sizes)
+        return func(*args, **kwargs)
+
+
+class CallCounter:
+    """Which call that names sizes is being made, counted from the entry of each module on the way."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self._calls: list[int] = []
+
+    def enter(self, name: str) -> None:
+        self.names.append(name)
+        self._calls.append(0)
+
+    def leave(self) -> None:
+        self.names.pop()
+        self._calls.pop()
+
+    def next(self) -> Call:
+        if not self.names:
+            return ("", -1)
+        number = self._calls[-1]
+        self._calls = [count + 1 for count in self._calls]
+        return self.names[-1], number
+
+
+@dataclass
+class SizedCall:
+    """A call that named sizes while the network was followed: for each of them the channels that lie along it."""
+
+    asked: list[int]
+    sizes: list[int]
+    channels: list[list[Tensor]]
+
+    def expected(self, dead: Tensor) -> list[int]:
+        """The sizes without the dead channels."""
+        return [_left(size, lying, dead) for size, lying in zip(self.sizes, self.channels, strict=True)]
+
+
+def _left(size: int, lying: list[Tensor], dead: Tensor) -> int:
+    alive = torch.ones(size, dtype=torch.bool)
+    for channels in lying:  # one row for each index
+        alive &= ((channels < 0) | ~dead[channels.clamp(min=0)]).any(1)
+    return int(alive.sum())
+
+
+@dataclass(frozen=True)
+class SizeRule:
+    """One size in one call does not follow by itself: it is an attribute of a module, or set at the call."""
+
+    call: Call
+    position: int
+    attribute: tuple[str, str] | None = None
+
+
+def learn_sizes(model: nn.Module, calls: dict[Call, SizedCall], dead: Tensor, run: Callable[[], Any]) -> set[SizeRule]:
+    """Runs a network that channels were taken out of, and notes the sizes that its code gets wrong."""
+    rules: set[SizeRule] = set()
+    counter = CallCounter()
+
+    def do(func: Any, args: Any, kwargs: Any, asked: list[int]) -> Any:
+        call = counter.next()
+        known = calls.get(call)
+        if known is None or len(known.asked) != len(asked):
             return func(*args, **kwargs)
-        self._tell(asked_sizes(func, args, kwargs))
-        try:
+        expected = known.expected(dead)
+        pairs = zip(asked, expected, known.sizes, strict=True)
+        wrong = [i for i, (size, left, before) in enumerate(pairs) if left != before and size not in (left, -1)]
+        if not wrong:
             return func(*args, **kwargs)
-        finally:
-            self._tell([])
+        for i in wrong:
+            setting = known.asked[i]
+            own = (setting.module, setting.name) if isinstance(setting, Setting) and not setting.divides else None
+            rules.add(SizeRule(call, i, own))
+        return with_sizes(func, args, kwargs, [expected[i] if i in wrong else a for i, a in enumerate(asked)])
+
+    with _counted(model, counter), Asking(do), suppress(Exception):  # where it fails is for a comparison to say
+        run()
+    return rules
+
+
+@contextmanager
+def _counted(model: nn.Module, counter: CallCounter) -> Iterator[None]:
+    hooks = []
+    for name, module in model.named_modules():
+        if not isinstance(module, torch.jit.ScriptModule):
+            hooks.append(module.register_forward_pre_hook(lambda m, a, name=name: counter.enter(name)))
+            hooks.append(module.register_forward_hook(lambda m, a, y: counter.leave()))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def apply_sizes(model: nn.Module, rules: set[SizeRule], calls: dict[Call, SizedCall], dead: Tensor) -> None:
+    """Tells a network's code the sizes that are left."""
+    for rule in sorted(rules, key=lambda r: (r.call, r.position)):
+        known = calls[rule.call]
+        value = known.expected(dead)[rule.position]
+        if rule.attribute is not None:
+            set_size(model.get_submodule(rule.attribute[0]), rule.attribute[1], value)
+        elif value != known.sizes[rule.position]:
+            narrowed(model.get_submodule(rule.call[0]), rule.call[1], rule.position, value)
+
+
+def set_size(module: nn.Module, name: str, value: int) -> None:
+    """Sets an attribute, and keeps that it was set."""
+    if getattr(module, name) != value:
+        setattr(module, name, value)
+        sizes_of(module)[name] = value
+
+
+def sizes_of(module: nn.Module) -> dict[str, int]:
+    """The sizes that a module was given: attributes by their names, those of calls as `call:position`."""
+    found: dict[str, int] = vars(module).setdefault(RECORD, {})
+    return found
+
+
+def narrowed(module: nn.Module, call: int, position: int, value: int) -> None:
+    """Makes a module's forward use another size at one of its calls."""
+    sizes_of(module)[f"{call}:{position}"] = value
+    if not isinstance(module, Narrowed):
+        kind = type(module)
+        module.__class__ = type(kind.__name__, (Narrowed, kind), {"__module__": kind.__module__})
+
+
+class Narrowed(nn.Module):
+    """A module whose code names sizes that it no longer has: its calls are made with those in its record."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        sizes = {tuple(map(int, key.split(":"))): v for key, v in sizes_of(self).items() if ":" in key}
+        number = -1
+
+        def do(func: Any, args: Any, kwargs: Any, asked: list[int]) -> Any:
+            nonlocal number
+            number += 1
+            new = [sizes.get((number, i), size) for i, size in enumerate(asked)]
+            return func(*args, **kwargs) if new == asked else with_sizes(func, args, kwargs, new)
+
+        with Asking(do):
+            return super().forward(*args, **kwargs)
