@@ -64,6 +64,7 @@ def recipe_file(folder, data):
 if __name__ == "__main__":
     import os
     import time
+    from pathlib import Path
 
     from deephoyer.lab import cli
     from deephoyer.lab.train import run
@@ -71,6 +72,8 @@ if __name__ == "__main__":
 
     run.SAVE_SECONDS = run.SAVE_WITHIN = 0.0
     run.SAVE_SHARE = 1.0
+    if "TEST_PIDS" in os.environ:
+        Path(os.environ["TEST_PIDS"], os.environ["RANK"]).write_text(str(os.getpid()))
     pause = float(os.environ.get("TEST_PAUSE", 0))
     once = PlainStep._once
 

@@ -18,6 +18,17 @@ from deephoyer.lab.recipe import Command
 from deephoyer.lab.schema import DESCRIPTIVE, STAGES, Recipe, what_data
 
 COMMAND, RECIPE = "command.json", "recipe.yaml"
+_held: set[TextIO] = set()
+"""The locks of this process."""
+
+
+def _let_go() -> None:
+    """A forked process, like one that reads images, has its parent's lock; it must not outlive the parent in it."""
+    while _held:
+        _held.pop().close()
+
+
+os.register_at_fork(after_in_child=_let_go)
 
 
 class RunFolder:
@@ -44,9 +55,11 @@ class RunFolder:
         except OSError:
             self._lock.close()
             raise UserError(f"run folder {self.path}: another process is working in it.") from None
+        _held.add(self._lock)
 
     def close(self) -> None:
         if self._lock is not None:
+            _held.discard(self._lock)
             self._lock.close()
             self._lock = None
 

@@ -8,10 +8,10 @@ torchrun there is one process, and nothing here does anything.
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -153,32 +153,33 @@ def joined(device: torch.device, resumable: str) -> Iterator[Processes]:
     global _met
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     _met = True
-    before = signal.signal(signal.SIGTERM, _end)
+    number = dist.get_rank()
+    before = signal.signal(signal.SIGTERM, lambda *_: _leave(number, resumable))
     try:
-        yield Processes(dist.get_rank(), dist.get_world_size())
-    except _Ended:
-        raise UserError(f"ended by torchrun, as another process of this run was. {resumable}") from None
+        yield Processes(number, dist.get_world_size())
     except RuntimeError as why:
-        if isinstance(why, UserError) or not _lost(why):
+        if not _lost(why):
             raise
+        for later in (signal.SIGTERM, signal.SIGCHLD):  # torchrun ends what is left, the workers that read images too
+            signal.signal(later, signal.SIG_IGN)
         raise UserError(f"another process of this run is gone. {resumable}") from None
+    else:
+        dist.destroy_process_group()
     finally:
-        signal.signal(signal.SIGTERM, before)
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        if signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:
+            signal.signal(signal.SIGTERM, before)
 
 
-class _Ended(Exception):
-    """SIGTERM came."""
-
-
-def _end(number: int, frame: FrameType | None) -> None:
-    raise _Ended
+def _leave(number: int, resumable: str) -> None:
+    """Ends this process at once, wherever it is: what is on disk is whole at any moment."""
+    who = f"process {number}: " if number else ""
+    os.write(2, f"deephoyer: {who}ended by torchrun, as another process of this run has. {resumable}\n".encode())
+    os._exit(128 + signal.SIGTERM)
 
 
 def _lost(why: RuntimeError) -> bool:
-    """Whether it is torch.distributed's way to say that a peer is gone."""
-    if isinstance(why, dist.DistError):
+    """Whether it is torch's way to say that a peer is gone, or that torchrun has begun to end this process too."""
+    if isinstance(why, dist.DistError) or re.search(r"DataLoader worker .* Terminated", str(why)):
         return True
     text = str(why).lower()
     return any(
