@@ -1,0 +1,126 @@
+"""A plan as a callback of Lightning's `Trainer`.
+
+    callback = PlanCallback(dh.Target(macs=0.4), monitor="val_acc")
+    Trainer(max_epochs=90, callbacks=[callback]).fit(module)
+    small = callback.small
+
+The plan counts epochs where the trainer has `max_epochs`, and steps where it has `max_steps` alone. Its state is in
+Lightning's checkpoints, so a run that is resumed from one goes on where it was cut off.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import nn
+
+from deephoyer.errors import UserError
+from deephoyer.inference import Examples
+from deephoyer.plan import Plan, PlanReport
+from deephoyer.targets import Target
+
+if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
+    from pytorch_lightning import Callback
+else:
+    from lightning.pytorch import Callback
+
+
+class PlanCallback(Callback):
+    """Takes the module's network to the target while Lightning trains it; `small` and `report` are there after `fit`.
+
+    `network` is the attribute of the module that holds the network; it may be left out where there is only one with
+    parameters. `example_inputs` may be left out where the module has an `example_input_array`. `monitor` is what the
+    module logs as its validation score; `higher_is_better=False` for a loss. The rest as in `Plan`.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        example_inputs: Examples | None = None,
+        *,
+        monitor: str | None = None,
+        higher_is_better: bool = True,
+        network: str | None = None,
+        **settings: Any,
+    ):
+        self.target, self.example_inputs, self.network = target, example_inputs, network
+        self.monitor, self.sign = monitor, 1.0 if higher_is_better else -1.0
+        self.settings = settings
+        self.plan: Plan | None = None
+        self.small: nn.Module | None = None
+        self._saved: dict[str, Any] | None = None
+
+    @property
+    def report(self) -> PlanReport | None:
+        return None if self.plan is None else self.plan.report
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        epochs, steps = trainer.max_epochs, trainer.max_steps
+        length = {"epochs": epochs} if epochs is not None and epochs > 0 else {"steps": steps}
+        inputs = self.example_inputs
+        if inputs is None:
+            inputs = getattr(pl_module, "example_input_array", None)
+        if inputs is None:
+            raise UserError("PlanCallback: give example_inputs=, or the module an example_input_array.")
+        network = _network(pl_module, self.network)
+        self.plan = Plan(network, inputs, list(trainer.optimizers), self.target, **length, **self.settings)
+        if self._saved is not None:
+            self.plan.load_state_dict(self._saved)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Before checkpoints are written, which Lightning's own callback does here, too: a callback that comes last."""
+        if trainer.sanity_checking or self.plan is None or not trainer.is_last_batch:
+            return
+        self._epoch_over(trainer)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self._epoch_over(trainer)
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        plan = self._there()
+        while plan.by_steps and plan.done < min(trainer.global_step, plan.total):
+            plan.step()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.small = self._there().finish()
+
+    def _epoch_over(self, trainer: Any) -> None:
+        plan = self._there()
+        if plan.by_steps or plan.done > trainer.current_epoch:  # this epoch's is over already
+            return
+        plan.epoch(self._score(trainer))
+        for logger in trainer.loggers:
+            metrics = {f"plan/{name}": value for name, value in plan.metrics().items()}
+            logger.log_metrics(metrics, step=trainer.global_step)
+
+    def _score(self, trainer: Any) -> float | None:
+        if self.monitor is None:
+            return None
+        if self.monitor not in trainer.callback_metrics:
+            known = ", ".join(sorted(trainer.callback_metrics)) or "none"
+            raise UserError(f"PlanCallback: the module logs no {self.monitor!r} to be monitored. Logged: {known}.")
+        return self.sign * float(trainer.callback_metrics[self.monitor])
+
+    def _there(self) -> Plan:
+        assert self.plan is not None, "training has begun"
+        return self.plan
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.plan is None else self.plan.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._saved = state_dict or None
+
+
+def _network(module: nn.Module, name: str | None) -> nn.Module:
+    if name is not None:
+        try:
+            return module.get_submodule(name)
+        except AttributeError:
+            raise UserError(f"PlanCallback: the module has no network {name!r}.") from None
+    held = {name: child for name, child in module.named_children() if any(True for _ in child.parameters())}
+    if len(held) != 1:
+        names = ", ".join(held) or "none"
+        raise UserError(f"PlanCallback: which of the module's networks is meant? Say network=…; it holds {names}.")
+    return next(iter(held.values()))

@@ -1,0 +1,264 @@
+"""A plan in Lightning, the Hugging Face Trainer and Accelerate: real trainings, the same weights as in a plain loop."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import deephoyer as dh
+from deephoyer.plan import Plan, Stages
+from deephoyer.targets import Target
+
+EPOCHS = 5
+TARGET = Target(macs=0.3)
+SETTINGS = {"stages": Stages(0.2, 0.4), "rounds": 2}
+X = torch.zeros(2, 10)
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(10, 32), nn.ReLU(), nn.Linear(32, 24), nn.ReLU(), nn.Linear(24, 3))
+
+
+def images():
+    draw = torch.Generator().manual_seed(1)
+    x = torch.randn(48, 10, generator=draw)
+    return x, (x[:, 0] > 0).long() + (x[:, 1] > 0.5).long()
+
+
+def accuracy(model):
+    x, y = images()
+    with torch.no_grad():
+        return float((model.eval()(x).argmax(1) == y).float().mean())
+
+
+def plain_loop():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    plan = Plan(model, X, optimizer, TARGET, EPOCHS, **SETTINGS)
+    for _ in range(EPOCHS):
+        model.train()
+        for x, y in DataLoader(TensorDataset(*images()), batch_size=8):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        plan.epoch(accuracy(model))
+    return plan.finish(), plan
+
+
+def assert_same(small, expected):
+    found, wanted = small.state_dict(), expected.state_dict()
+    assert found.keys() == wanted.keys() and all(torch.equal(found[k], wanted[k]) for k in wanted)
+
+
+# Lightning
+
+
+def lightning_module():
+    lightning = pytest.importorskip("lightning.pytorch")
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = network()
+
+        def training_step(self, batch, _):
+            return F.cross_entropy(self.net(batch[0]), batch[1])
+
+        def validation_step(self, batch, _):
+            self.log("val_acc", (self.net(batch[0]).argmax(1) == batch[1]).float().mean())
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+    return Module()
+
+
+def lightning_fit(folder, callback, epochs=EPOCHS, resume=None, **settings):
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+
+    class Kill(Callback):
+        def on_train_epoch_start(self, trainer, module):
+            if trainer.current_epoch == epochs:
+                raise KeyboardInterrupt
+
+    saves = ModelCheckpoint(dirpath=folder, filename="{epoch}", save_top_k=-1)
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    module = lightning_module()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = Trainer(callbacks=[callback, saves, Kill()], num_sanity_val_steps=1, **quiet, **settings)
+        train, val = (
+            DataLoader(TensorDataset(*images()), batch_size=8),
+            DataLoader(TensorDataset(*images()), batch_size=48),
+        )
+        with contextlib.suppress(KeyboardInterrupt, SystemExit):
+            trainer.fit(module, train, val, ckpt_path=resume)
+    return callback
+
+
+def test_lightning_ends_with_the_weights_of_the_plain_loop_also_when_killed_and_resumed(tmp_path):
+    pytest.importorskip("lightning.pytorch")
+    from deephoyer.integrations.lightning import PlanCallback
+
+    make = lambda: PlanCallback(TARGET, X, monitor="val_acc", **SETTINGS)  # noqa: E731
+    expected, plan = plain_loop()
+    whole = lightning_fit(tmp_path / "whole", make(), max_epochs=EPOCHS)
+    assert_same(whole.small, expected)
+    assert whole.report.reached == plan.report.reached and whole.report.score == pytest.approx(plan.report.score)
+    for cut in (2, 4):
+        killed = lightning_fit(tmp_path / f"{cut}", make(), epochs=cut, max_epochs=EPOCHS)
+        assert killed.plan.done == cut
+        last = str(tmp_path / f"{cut}" / f"epoch={cut - 1}.ckpt")
+        resumed = lightning_fit(tmp_path / f"{cut}", make(), resume=last, max_epochs=EPOCHS)
+        assert_same(resumed.small, expected)
+
+
+def test_lightning_by_steps_ends_at_the_target(tmp_path):
+    pytest.importorskip("lightning.pytorch")
+    from deephoyer.integrations.lightning import PlanCallback
+
+    done = lightning_fit(tmp_path, PlanCallback(TARGET, X, network="net"), max_epochs=-1, max_steps=30)
+    assert done.plan.by_steps and done.report.reached == pytest.approx(0.3, rel=0.02)
+
+
+def test_lightning_is_told_what_is_missing(tmp_path):
+    pytest.importorskip("lightning.pytorch")
+    from deephoyer.integrations.lightning import PlanCallback
+
+    for callback, told in [
+        (PlanCallback(TARGET), "give example_inputs="),
+        (PlanCallback(TARGET, X, network="body"), "no network 'body'"),
+        (PlanCallback(TARGET, X, monitor="acc"), "logs no 'acc' to be monitored. Logged: val_acc"),
+    ]:
+        with pytest.raises(dh.UserError, match=told):
+            lightning_fit(tmp_path, callback, max_epochs=2)
+
+
+# Hugging Face
+
+
+class Rows(Dataset):
+    def __len__(self):
+        return 48
+
+    def __getitem__(self, i):
+        x, y = images()
+        return {"x": x[i], "labels": y[i]}
+
+
+class Classifier(nn.Module):
+    """What the trainer asks of a model: keyword arguments, and a loss where there are labels."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = network()
+
+    def forward(self, x, labels=None):
+        logits = self.net(x)
+        return {"logits": logits} if labels is None else {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+def trainer_of(folder, callback, **settings):
+    transformers = pytest.importorskip("transformers")
+
+    class InOrder(transformers.Trainer):
+        def get_train_dataloader(self):
+            return self.accelerator.prepare(DataLoader(Rows(), batch_size=8))
+
+        def create_optimizer(self, *_):
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+            return self.optimizer
+
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=8,
+        lr_scheduler_type="constant",
+        learning_rate=0.1,
+        max_grad_norm=0.0,
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+        save_strategy="epoch",
+        **settings,
+    )
+    metric = lambda found: {"accuracy": float((found.predictions.argmax(1) == found.label_ids).mean())}  # noqa: E731
+    return InOrder(Classifier(), arguments, eval_dataset=Rows(), compute_metrics=metric, callbacks=[callback])
+
+
+def test_the_hugging_face_trainer_ends_with_the_weights_of_the_plain_loop_also_when_resumed(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    from deephoyer.integrations.transformers import PlanCallback
+
+    class Kill(transformers.TrainerCallback):
+        def on_epoch_begin(self, args, state, control, **_):
+            if state.epoch == 3:
+                raise KeyboardInterrupt
+
+    make = lambda: PlanCallback(TARGET, {"x": X}, monitor="eval_accuracy", **SETTINGS)  # noqa: E731
+    epochs = {"num_train_epochs": EPOCHS, "eval_strategy": "epoch"}
+    expected, plan = plain_loop()
+    callback = make()
+    trainer_of(tmp_path / "whole", callback, **epochs).train()
+    assert_same(callback.small.net, expected)
+    assert callback.report.reached == plan.report.reached and callback.report.score == pytest.approx(plan.report.score)
+    killed = trainer_of(tmp_path / "cut", make(), **epochs)
+    killed.add_callback(Kill())
+    with pytest.raises(KeyboardInterrupt):
+        killed.train()
+    resumed = make()
+    trainer_of(tmp_path / "cut", resumed, **epochs).train(resume_from_checkpoint=True)
+    assert_same(resumed.small.net, expected)
+
+
+def test_the_hugging_face_trainer_by_steps_ends_at_the_target(tmp_path):
+    pytest.importorskip("transformers")
+    from deephoyer.integrations.transformers import PlanCallback
+
+    callback = PlanCallback(TARGET, {"x": X}, monitor="eval_loss", higher_is_better=False)
+    trainer_of(tmp_path, callback, max_steps=20, eval_strategy="steps", eval_steps=5).train()
+    assert callback.report.reached == pytest.approx(0.3, rel=0.02) and callback.report.score < 0
+    assert callback.small(x=X)["logits"].shape == (2, 3)
+
+
+def test_the_hugging_face_callback_tells_what_does_not_go(tmp_path):
+    pytest.importorskip("transformers")
+    from deephoyer.integrations.transformers import PlanCallback
+
+    for settings, told in [
+        ({"num_train_epochs": 1.5}, "not whole"),
+        ({"num_train_epochs": 2}, "eval_strategy='epoch'"),
+        ({"num_train_epochs": 2, "eval_strategy": "epoch", "load_best_model_at_end": True}, "the plan chooses"),
+    ]:
+        with pytest.raises(dh.UserError, match=told):
+            trainer_of(tmp_path, PlanCallback(TARGET, {"x": X}, monitor="eval_accuracy"), **settings).train()
+
+
+# Accelerate
+
+
+def test_accelerate_with_accumulation_ends_at_the_target():
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = accelerator.prepare(
+        model, optimizer, DataLoader(TensorDataset(*images()), batch_size=8, shuffle=True)
+    )
+    plan = Plan(model, X, optimizer, TARGET, EPOCHS)
+    for _ in range(EPOCHS):
+        for x, y in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(F.cross_entropy(model(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+        plan.epoch()
+    small = plan.finish()
+    assert plan.report.reached == pytest.approx(0.3, rel=0.02) and small(X).shape == (2, 3)
