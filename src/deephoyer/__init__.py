@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from deephoyer.errors import UserError as UserError
+    from deephoyer.explain import explain as explain
     from deephoyer.export import export as export, load as load, save as save
     from deephoyer.groups import (
         Channels as Channels,
@@ -59,6 +60,7 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "errors": "UserError",
+    "explain": "explain",
     "export": "export load save",
     "groups": "Channels Elements Filters Grouping IndexGroups",
     "masks": "Masks prune",

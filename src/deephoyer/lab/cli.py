@@ -282,6 +282,7 @@ for _command in (
     search_commands.sweep,
     search_commands.search,
     page_commands.report,
+    page_commands.explain,
     commands.publish,
     commands.verify,
     commands.table,

@@ -1,4 +1,4 @@
-"""The command `report`: a page to look at, for one run or several. `cli.py` hooks it in."""
+"""The commands to look at things: report, a page about runs, and explain, what hangs together in a network."""
 
 from __future__ import annotations
 
@@ -26,3 +26,23 @@ def report(
     for line in facts.missing:
         typer.echo(f"missing: {line}", err=True)
     typer.echo(f"wrote {path}")
+
+
+def explain(
+    source: Annotated[str, typer.Argument(help="the folder of a run, a stored network, or a model's name")],
+    model: Annotated[str | None, typer.Option("--model", help="for plain weights: the model that they are of")] = None,
+) -> None:
+    """Tells which channels of a network hang together, which can go, which cannot and why."""
+    import torch
+
+    from deephoyer.explain import explain as explanation_of
+    from deephoyer.lab import models
+    from deephoyer.lab.open_network import open_network
+
+    if Path(source).exists():
+        network, example = open_network(Path(source), model)
+    else:
+        network, example = models.make(source), torch.zeros(2, *models.input_shape(source))
+    made = explanation_of(network, example)
+    typer.echo(str(made))
+    typer.echo(f"{made.removable:,} of {made.parameters:,} parameters lie in channels that can go")
