@@ -87,9 +87,9 @@ class EncoderDecoder(nn.Module):
 class GPTBlock(nn.Module):
     """Attention and neurons of a character GPT, with one matrix for queries, keys and values."""
 
-    def __init__(self, width: int, heads: int):
+    def __init__(self, width: int, heads: int, dropout: float = 0.0):
         super().__init__()
-        self.heads = heads
+        self.heads, self.dropout = heads, dropout
         self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
@@ -98,21 +98,36 @@ class GPTBlock(nn.Module):
         batch, length, _ = x.shape
         q, k, v = self.qkv(self.first(x)).split(self.qkv.out_features // 3, 2)
         q, k, v = (t.view(batch, length, self.heads, -1).transpose(1, 2) for t in (q, k, v))
-        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(y.transpose(1, 2).reshape(batch, length, -1))
-        return x + self.down(functional.gelu(self.up(self.second(x))))
+        chance = self.dropout if self.training else 0.0
+        y = functional.scaled_dot_product_attention(q, k, v, dropout_p=chance, is_causal=True)
+        x = x + self._dropped(self.out(y.transpose(1, 2).reshape(batch, length, -1)))
+        return x + self._dropped(self.down(functional.gelu(self.up(self.second(x)))))
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        return functional.dropout(x, self.dropout, self.training)
 
 
 class CharacterGPT(nn.Module):
     """nanoGPT's shape, with the head's weight tied to the embedding's."""
 
-    def __init__(self, vocabulary: int = 65, width: int = 64, heads: int = 4, layers: int = 2, length: int = 32):
+    def __init__(
+        self,
+        vocabulary: int = 65,
+        width: int = 64,
+        heads: int = 4,
+        layers: int = 2,
+        length: int = 32,
+        dropout: float = 0.0,
+    ):
         super().__init__()
         self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
-        self.blocks = nn.ModuleList(GPTBlock(width, heads) for _ in range(layers))
+        self.blocks = nn.ModuleList(GPTBlock(width, heads, dropout) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.tokens.weight
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=0.02)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.tokens(x) + self.places(torch.arange(x.shape[1], device=x.device))

@@ -1,0 +1,305 @@
+"""A character GPT of nanoGPT's size with half or a quarter of its heads' and neurons' channels, trained.
+
+    python benchmarks/character_gpt.py shakespeare.txt --out runs/gpt --device cuda --seeds 0 1 2
+    python benchmarks/character_gpt.py shakespeare.txt --out runs/gpt --table
+
+Every network starts from a dense one, is trained on with a penalty (Group-HS, group lasso) or without one (magnitude,
+random), loses channels that a score finds small, is finetuned with the zeros held, and compacted. The dense one is
+trained on for as many steps under the same schedule. Stages are kept in the folder, so a run goes on where it
+stopped; `results.json` there has everything that the table shows. Data is a text file that you give; the last tenth
+of it is for validation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import deephoyer as dh
+from zoo_own import CharacterGPT
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The network and its training; the defaults are nanoGPT's for single characters."""
+
+    layers: int = 6
+    heads: int = 6
+    width: int = 384
+    length: int = 256
+    batch: int = 64
+    dropout: float = 0.2
+    rate: float = 1e-3
+    dense_steps: int = 2500
+    penalty_steps: int = 1000
+    finetune_steps: int = 1500
+    warmup: int = 100
+    check_every: int = 250
+    check_batches: int = 40
+
+
+METHODS: dict[str, dict[str, Any]] = {
+    "group-hs": {"penalty": "hoyer-square", "strengths": (1e-4, 3e-4, 1e-3), "score": "magnitude"},
+    "group-lasso": {"penalty": "l1", "strengths": (3e-5, 3e-4, 1e-3), "score": "magnitude"},
+    "magnitude": {"penalty": None, "strengths": (0.0,), "score": "magnitude"},
+    "random": {"penalty": None, "strengths": (0.0,), "score": "random"},
+}
+
+
+class Text:
+    """Characters as numbers, in two parts."""
+
+    def __init__(self, path: Path, device: str):
+        text = path.read_text()
+        self.characters = sorted(set(text))
+        number = {c: i for i, c in enumerate(self.characters)}
+        every = torch.tensor([number[c] for c in text], dtype=torch.long, device=device)
+        cut = int(0.9 * len(every))
+        self.train, self.validation = every[:cut], every[cut:]
+
+    def batches(self, part: Tensor, sizes: Sizes, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Windows at random places, with what comes next at each place of them."""
+        generator = torch.Generator().manual_seed(seed)
+        window = torch.arange(sizes.length + 1, device=part.device)
+        while True:
+            starts = torch.randint(len(part) - sizes.length, (sizes.batch, 1), generator=generator).to(part.device)
+            found = part[starts + window]
+            yield found[:, :-1], found[:, 1:]
+
+
+def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    x, y = batch
+    with torch.autocast(x.device.type, torch.bfloat16, enabled=x.is_cuda):
+        logits = model(x)
+    return functional.cross_entropy(logits.float().flatten(0, 1), y.flatten())
+
+
+@torch.no_grad()
+def validated(model: nn.Module, text: Text, sizes: Sizes) -> float:
+    """The mean loss on windows that are the same every time."""
+    model.eval()
+    batches = text.batches(text.validation, sizes, seed=12345)
+    losses = [loss_of(model, next(batches)).item() for _ in range(sizes.check_batches)]
+    model.train()
+    return statistics.fmean(losses)
+
+
+def cosine(sizes: Sizes, total: int) -> Callable[[int], float]:
+    """The learning rate at each of `total` steps: a warm-up, then half a cosine down to a tenth."""
+
+    def rate(step: int) -> float:
+        if step < sizes.warmup:
+            return sizes.rate * (step + 1) / (sizes.warmup + 1)
+        share = (step - sizes.warmup) / max(1, total - sizes.warmup)
+        return sizes.rate * (0.1 + 0.45 * (1 + math.cos(math.pi * share)))
+
+    return rate
+
+
+class Trainer:
+    """A model, its optimizer and a schedule that several stages may go on with."""
+
+    def __init__(
+        self, model: nn.Module, text: Text, sizes: Sizes, seed: int, rate: Callable[[int], float], step: int = 0
+    ):
+        self.model, self.text, self.sizes, self.rate, self.step = model.train(), text, sizes, rate, step
+        matrices = [p for p in model.parameters() if p.dim() > 1]
+        others = [p for p in model.parameters() if p.dim() <= 1]
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=sizes.rate, betas=(0.9, 0.99))
+        self.batches = text.batches(text.train, sizes, seed)
+        torch.manual_seed(seed)
+
+    def run(self, steps: int) -> dict[str, Any]:
+        """Trains, and gives the validation loss at the last step and at the best that was looked at."""
+        seen: list[tuple[float, int]] = []
+        for i in range(1, steps + 1):
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.rate(self.step)
+            self.optimizer.zero_grad()
+            loss_of(self.model, next(self.batches)).backward()
+            nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.optimizer.step()
+            self.step += 1
+            if i % self.sizes.check_every == 0 or i == steps:
+                seen.append((validated(self.model, self.text, self.sizes), self.step))
+                print(f"  step {self.step}: {seen[-1][0]:.4f}", flush=True)
+        return {"last": seen[-1][0], "best": min(seen)[0], "best_step": min(seen)[1]}
+
+
+class Study:
+    """Stages of one folder: each is done once, its network and its numbers are kept."""
+
+    def __init__(self, folder: Path, text: Text, sizes: Sizes, device: str):
+        self.folder, self.text, self.sizes, self.device = folder, text, sizes, device
+        folder.mkdir(parents=True, exist_ok=True)
+        self.file = folder / "results.json"
+        self.results: dict[str, Any] = json.loads(self.file.read_text()) if self.file.exists() else {}
+        known = self.results.setdefault("sizes", asdict(sizes))
+        if known != asdict(sizes):
+            raise SystemExit(f"{folder} holds networks of other sizes: {known}")
+
+    def fresh(self) -> nn.Module:
+        s = self.sizes
+        settings = {"width": s.width, "heads": s.heads, "layers": s.layers, "length": s.length, "dropout": s.dropout}
+        return CharacterGPT(len(self.text.characters), **settings).to(self.device)  # type: ignore[arg-type]
+
+    def example(self) -> Tensor:
+        return self.text.validation[: 2 * self.sizes.length].view(2, -1)
+
+    def stage(self, name: str, work: Callable[[], tuple[nn.Module, dict[str, Any]]]) -> nn.Module:
+        """The stage's network, made now if it was not yet."""
+        path = self.folder / f"{name}.safetensors"
+        if name not in self.results:
+            print(name, flush=True)
+            model, numbers = work()
+            dh.save(model, path)
+            self.results[name] = numbers
+            self.write()
+            return model
+        return dh.load(path, self.fresh())
+
+    def write(self) -> None:
+        temporary = self.file.with_suffix(".tmp")
+        temporary.write_text(json.dumps(self.results, indent=1) + "\n")
+        temporary.replace(self.file)
+
+    @property
+    def more(self) -> int:
+        return self.sizes.penalty_steps + self.sizes.finetune_steps
+
+    def dense(self, seed: int) -> nn.Module:
+        def work() -> tuple[nn.Module, dict[str, Any]]:
+            torch.manual_seed(seed)
+            trainer = Trainer(self.fresh(), self.text, self.sizes, seed, cosine(self.sizes, self.sizes.dense_steps))
+            return trainer.model, trainer.run(self.sizes.dense_steps) | self.costs(trainer.model)
+
+        return self.stage(f"dense-{seed}", work)
+
+    def continued(self, seed: int) -> None:
+        def work() -> tuple[nn.Module, dict[str, Any]]:
+            trainer = Trainer(self.dense(seed), self.text, self.sizes, seed + 1000, cosine(self.sizes, self.more))
+            return trainer.model, trainer.run(self.more) | self.costs(trainer.model)
+
+        self.stage(f"continued-{seed}", work)
+
+    def penalised(self, method: str, strength: float, seed: int) -> nn.Module:
+        """Trained on under the penalty of a method; where it has none, without."""
+        penalty = METHODS[method]["penalty"]
+
+        def work() -> tuple[nn.Module, dict[str, Any]]:
+            model = self.dense(seed)
+            trainer = Trainer(model, self.text, self.sizes, seed + 1000, cosine(self.sizes, self.more))
+            if penalty is not None:
+                groups = dh.Coupled(model, self.example())
+                dh.Regularizer(model, penalty, groups, strength).attach(trainer.optimizer)
+            return trainer.model, trainer.run(self.sizes.penalty_steps)
+
+        return self.stage(f"plain-{seed}" if penalty is None else f"{method}-{strength:g}-{seed}", work)
+
+    def pruned(self, method: str, strength: float, density: float, seed: int) -> None:
+        def work() -> tuple[nn.Module, dict[str, Any]]:
+            model = self.penalised(method, strength, seed)
+            groups = dh.Coupled(model, self.example())
+            torch.manual_seed(seed)
+            masks = dh.prune(model, dh.Density(density), groups, score=METHODS[method]["score"])
+            after = validated(model, self.text, self.sizes)
+            rate = cosine(self.sizes, self.more)
+            trainer = Trainer(model, self.text, self.sizes, seed + 2000, rate, self.sizes.penalty_steps)
+            masks.hold(trainer.optimizer)
+            numbers = {"pruned": after} | trainer.run(self.sizes.finetune_steps)
+            small = dh.compact(model.eval(), self.example(), groups=groups)
+            numbers |= {"compacted": validated(small, self.text, self.sizes)}
+            return small, numbers | self.costs(small)
+
+        self.stage(f"{method}-{strength:g}-{density:g}-{seed}", work)
+
+    def costs(self, model: nn.Module) -> dict[str, Any]:
+        """Parameters, MACs that one window takes, and tokens in a second, in eval mode."""
+        model.eval()
+        x = self.text.validation[: self.sizes.batch * self.sizes.length].view(self.sizes.batch, -1)
+        total = dh.summary(model, self.example(), latency=False).total
+        return {"parameters": total.parameters, "macs": total.macs_executed, "tokens_per_second": _speed(model, x)}
+
+
+@torch.no_grad()
+def _speed(model: nn.Module, x: Tensor, seconds: float = 1.0) -> float:
+    def once() -> None:
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=x.is_cuda):
+            model(x)
+        if x.is_cuda:
+            torch.cuda.synchronize()
+
+    once()
+    calls, start = 0, time.perf_counter()
+    while calls < 3 or time.perf_counter() - start < seconds:
+        once()
+        calls += 1
+    return calls * x.numel() / (time.perf_counter() - start)
+
+
+def table(results: dict[str, Any]) -> str:
+    """Means over seeds, ± their standard deviation; the strength of each method that is best after the last step."""
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for name, numbers in results.items():
+        row = name.rpartition("-")[0]
+        if "tokens_per_second" in numbers:
+            runs.setdefault(row, []).append(numbers)
+    whole = statistics.fmean(r["macs"] for r in runs["dense"])
+    lines = ["| network | seeds | loss, last step | loss, best | MACs executed | parameters | tokens/s |"]
+    lines += ["|---|--:|--:|--:|--:|--:|--:|"]
+    for row, found in sorted(runs.items(), key=lambda item: (-item[1][0]["macs"], _mean(item[1], "last"))):
+        macs, parameters = _mean(found, "macs"), _mean(found, "parameters")
+        cells = [row, str(len(found)), _spread(found, "last"), _spread(found, "best"), f"{macs / whole:.2f}"]
+        lines.append(f"| {' | '.join(cells)} | {parameters / 1e6:.2f}M | {_mean(found, 'tokens_per_second'):,.0f} |")
+    return "\n".join(lines)
+
+
+def _mean(found: list[dict[str, Any]], key: str) -> float:
+    return statistics.fmean(r[key] for r in found)
+
+
+def _spread(found: list[dict[str, Any]], key: str) -> str:
+    values = [r[key] for r in found]
+    return f"{statistics.fmean(values):.3f}" + (f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else "")
+
+
+def main() -> None:
+    words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    words.add_argument("text", type=Path)
+    words.add_argument("--out", type=Path, required=True, help="a folder for networks and results.json")
+    words.add_argument("--device", default="cpu")
+    words.add_argument("--seeds", type=int, nargs="+", default=[0])
+    words.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
+    words.add_argument("--strengths", type=float, nargs="+", help="instead of each method's own")
+    words.add_argument("--densities", type=float, nargs="+", default=[0.5, 0.25])
+    words.add_argument("--table", action="store_true", help="only show what is there")
+    for field in fields(Sizes):
+        words.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
+    chosen = words.parse_args()
+    sizes = Sizes(**{field.name: getattr(chosen, field.name) for field in fields(Sizes)})
+    study = Study(chosen.out, Text(chosen.text, chosen.device), sizes, chosen.device)
+    for seed in [] if chosen.table else chosen.seeds:
+        study.dense(seed)
+        study.continued(seed)
+        for method in chosen.methods:
+            own = METHODS[method]["strengths"]
+            for strength in chosen.strengths if chosen.strengths and METHODS[method]["penalty"] else own:
+                for density in chosen.densities:
+                    study.pruned(method, strength, density, seed)
+    print(table({name: r for name, r in study.results.items() if name != "sizes"}))
+
+
+if __name__ == "__main__":
+    main()
