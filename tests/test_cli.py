@@ -52,7 +52,7 @@ def test_run_makes_a_folder_that_show_reads_again(command, tmp_path):
     record = json.loads((tmp_path / "mine" / "summary.json").read_text())
     assert record["protocol"] == "held-out" and record["accuracy"].keys() >= {"dense", "pruned", "finetuned"}
     status, again, _ = command("show", "mine")
-    assert status == 0 and again.strip().splitlines()[-5:] == out.strip().splitlines()[-5:]
+    assert status == 0 and again.strip() in out
 
 
 def test_a_summary_that_is_not_ours_is_told_in_a_line(command, tmp_path):
