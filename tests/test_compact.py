@@ -14,7 +14,7 @@ from deephoyer.errors import UserError
 from deephoyer.lab.models import make
 from deephoyer.structure import CannotFollow, Coupled, Differs, compact, compact_report
 from deephoyer.structure.equality import error
-from deephoyer.structure.joints import Constant
+from deephoyer.structure.joints import ConstantLayer
 from test_coupled import Attention
 
 torchvision = pytest.importorskip("torchvision")
@@ -215,7 +215,7 @@ def test_a_residual_branch_with_nothing_left_is_dropped():
     block.conv2.weight.data.zero_()
     small = compact(model, x)
     for name in ("conv1", "bn1", "conv2", "bn2"):
-        assert isinstance(getattr(small.layer2[1], name), Constant), name
+        assert isinstance(getattr(small.layer2[1], name), ConstantLayer), name
     assert set(compact_report(small).dropped) == {f"layer2.1.{n}" for n in ("conv1", "bn1", "conv2", "bn2")}
 
 

@@ -110,3 +110,13 @@ def test_without_the_lab_the_command_says_what_to_install():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr == "deephoyer: the commands need typer: pip install 'deephoyer[lab]'\n"
+
+
+def test_no_two_public_classes_have_the_same_name():
+    found = Counter(
+        node.name
+        for path in FILES.values()
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert [name for name, n in found.items() if n > 1] == []

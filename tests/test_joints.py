@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from deephoyer.errors import UserError
 from deephoyer.lab.models import make
 from deephoyer.structure import BadShape, check_joints, compact, compact_report, describe, reshape_
-from deephoyer.structure.joints import Constant, Gather, gather
+from deephoyer.structure.joints import ConstantLayer, Gather, gather
 
 
 def sparse(name: str = "resnet-20", seed: int = 0) -> tuple[nn.Module, Tensor]:
@@ -146,7 +146,7 @@ def test_dropped_branches_and_new_biases_are_described_too():
         reshape_(fresh, describe(kept))
         fresh.load_state_dict(kept.state_dict())
         assert torch.equal(fresh(x), kept(x))
-    assert isinstance(fresh[0], Constant)
+    assert isinstance(fresh[0], ConstantLayer)
 
 
 def test_shared_layers_take_the_shape_together():

@@ -11,7 +11,7 @@ import pytest
 
 import deephoyer as dh
 from deephoyer.lab import sweep
-from deephoyer.lab.processes import Listed, Member, conduct
+from deephoyer.lab.processes import ListedMembers, Member, conduct
 from deephoyer.lab.search import Axis, Search, goals
 
 QUICK = [
@@ -59,7 +59,7 @@ def test_ctrl_c_is_told_to_all_members_before_any_is_waited_for(tmp_path):
 
     team = [Member([], tmp_path / name) for name in "ab"]
     with pytest.raises(KeyboardInterrupt):
-        conduct([sys.executable, "-c", PATIENT], dict(os.environ), Listed(team), 2, show)
+        conduct([sys.executable, "-c", PATIENT], dict(os.environ), ListedMembers(team), 2, show)
     assert [m.process.returncode for m in team] == [0, 0]
 
 
@@ -81,7 +81,7 @@ if mine.name == "broken" or company or not tries:
 
 def test_members_that_failed_through_anothers_gpu_fault_are_retried_alone_once_all_have_left_the_gpu(tmp_path):
     team = [Member([], tmp_path / name) for name in ("killed", "faulted", "broken", "faulted too")]
-    conduct([sys.executable, "-c", FAULTY], dict(os.environ), Listed(team), 4)
+    conduct([sys.executable, "-c", FAULTY], dict(os.environ), ListedMembers(team), 4)
     assert [m.status for m in team] == [3, 0, 1, 0]
     assert [len(list(m.folder.glob("try*"))) for m in team] == [1, 2, 2, 2]
     assert "launch failure" in team[1].folder.joinpath("log.txt").read_text(), "the first failure can still be read"
@@ -96,17 +96,17 @@ def test_a_grid_that_makes_no_sense_is_refused_before_anything_runs(tmp_path, ax
 
 def test_a_member_that_was_killed_is_told_as_killed_and_by_what(tmp_path):
     team = [Member([], tmp_path / "a")]
-    conduct([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], dict(os.environ), Listed(team), 1)
+    conduct([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], dict(os.environ), ListedMembers(team), 1)
     assert team[0].line() == "failed: killed by SIGKILL"
 
 
 PARENT = """
 import os, sys
 from pathlib import Path
-from deephoyer.lab.processes import Listed, Member, conduct
+from deephoyer.lab.processes import ListedMembers, Member, conduct
 child = "import pathlib, sys, time; from deephoyer.lab.processes import end_with_parent; end_with_parent(); "
 child += "(pathlib.Path(sys.argv[-1]) / 'ready').touch(); time.sleep(60)"
-conduct([sys.executable, "-c", child], dict(os.environ), Listed([Member([], Path(sys.argv[1]) / "child")]), 1)
+conduct([sys.executable, "-c", child], dict(os.environ), ListedMembers([Member([], Path(sys.argv[1]) / "child")]), 1)
 """
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 import deephoyer as dh
 from deephoyer.export import load_masks
 from deephoyer.structure.fold_constants import fold
-from deephoyer.structure.joints import Constant, Gather
+from deephoyer.structure.joints import ConstantLayer, Gather
 
 
 class Net(nn.Module):
@@ -154,7 +154,7 @@ def test_images_in_bytes_may_be_black_examples():
     ).eval()
     small = dh.compact(net, torch.zeros(2, 3, 8, 8, dtype=torch.uint8))
     x = torch.randint(0, 256, (2, 3, 8, 8), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
-    assert not any(isinstance(m, Constant) for m in small.modules()) and largest_gap(net(x), small(x)) < 1e-5
+    assert not any(isinstance(m, ConstantLayer) for m in small.modules()) and largest_gap(net(x), small(x)) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_a_layer_in_a_joint_that_has_nothing_left_stands_still_in_its_place(tmp_
     assert isinstance(first.b, Gather) and first.b.fill is not None
     first.b.layer.weight.data.zero_()
     second = dh.compact(first, x, joints="gather")
-    assert isinstance(second.b, Constant)
+    assert isinstance(second.b, ConstantLayer)
     dh.save(second, tmp_path / "a.safetensors")
     assert largest_gap(first(x), dh.load(tmp_path / "a.safetensors", model=fresh())(x)) < 1e-12
 

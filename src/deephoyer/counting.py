@@ -27,7 +27,7 @@ from deephoyer.weights import CONVOLUTIONS, TRANSPOSED, Weight, all_weights, nam
 
 
 @dataclass(frozen=True)
-class Row:
+class LayerCounts:
     """One weight, called after its layer where that has no other, or after its parameter; MACs are for one example,
     and None where no example inputs were given. A row without weights has a module's products of other tensors."""
 
@@ -50,7 +50,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Total:
+class TotalCounts:
     """The whole network: layers' weights, all parameters, and all that a file holds, buffers included."""
 
     weights: int
@@ -66,7 +66,7 @@ class Total:
         return self.nonzeros / max(1, self.weights)
 
 
-def count(model: nn.Module, examples: Examples | None = None) -> tuple[list[Row], Total]:
+def count(model: nn.Module, examples: Examples | None = None) -> tuple[list[LayerCounts], TotalCounts]:
     """One row for each weight and for each module that multiplies other tensors; and the total, with tied ones once.
 
     >>> rows, total = count(nn.Linear(3, 2), torch.zeros(1, 3))
@@ -85,7 +85,7 @@ def count(model: nn.Module, examples: Examples | None = None) -> tuple[list[Row]
     rows += [_products(name, macs) for name, macs in other.items()]
     state = (t for t in model.state_dict(keep_vars=True).values() if isinstance(t, Tensor))
     stored = {_storage(part): part for tensor in state for part in _parts(tensor)}
-    total = Total(
+    total = TotalCounts(
         weights=sum(r.weights for r in once),
         nonzeros=sum(r.nonzeros for r in once),
         parameters=sum(p.numel() for p in model.parameters()),
@@ -97,7 +97,7 @@ def count(model: nn.Module, examples: Examples | None = None) -> tuple[list[Row]
     return rows, total
 
 
-def layer_widths(rows: list[Row]) -> str | None:
+def layer_widths(rows: list[LayerCounts]) -> str | None:
     """Live filters of convolutions and live inputs of linear layers, as the paper writes them: 353-45-11.
 
     None for deep networks, where the rows say it better.
@@ -129,7 +129,7 @@ def _storage(tensor: Tensor) -> tuple[object, ...]:
     return (tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else (id(tensor),)
 
 
-def _row(modules: Mapping[str, nn.Module], of: Weight, macs: int | None) -> Row:
+def _row(modules: Mapping[str, nn.Module], of: Weight, macs: int | None) -> LayerCounts:
     weight = of.tensor.detach()
     if hasattr(weight, "qdata"):  # torchao's tensors, which can't be compared with anything as they are
         weight = weight.dequantize()
@@ -141,7 +141,7 @@ def _row(modules: Mapping[str, nn.Module], of: Weight, macs: int | None) -> Row:
     whole = max(1, alive.numel())
     alone = attribute == "weight"
     own = layer.parameters(recurse=False) if alone else [of.tensor]
-    return Row(
+    return LayerCounts(
         name=owner if alone else of.name,
         shape=tuple(weight.shape),
         weights=weight.numel(),
@@ -157,9 +157,9 @@ def _row(modules: Mapping[str, nn.Module], of: Weight, macs: int | None) -> Row:
     )
 
 
-def _products(name: str, macs: int) -> Row:
+def _products(name: str, macs: int) -> LayerCounts:
     """What a module multiplies without a weight: the paper's counting knows no such thing."""
-    return Row(f"{name} (products)".lstrip(), (), 0, 0, 0, 0, 0, 0, 0, macs_paper=0, macs_executed=macs)
+    return LayerCounts(f"{name} (products)".lstrip(), (), 0, 0, 0, 0, 0, 0, 0, macs_paper=0, macs_executed=macs)
 
 
 def _by_group(nonzero: Tensor, of: Weight) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from deephoyer.counting import Row, Total, count, layer_widths
+from deephoyer.counting import LayerCounts, TotalCounts, count, layer_widths
 from deephoyer.errors import UserError
 from deephoyer.inference import Examples, device_of
 from deephoyer.latency import Latency, measure
@@ -25,8 +25,8 @@ WIDE = 130
 class Summary:
     """A row a layer, the total, measured latencies, and the same of the network it is compared to."""
 
-    rows: list[Row]
-    total: Total
+    rows: list[LayerCounts]
+    total: TotalCounts
     layer_widths: str | None = None
     latency: list[Latency] = field(default_factory=list)
     device: str = "cpu"
@@ -42,8 +42,8 @@ class Summary:
         """The summary again, from what `to_json` gave."""
         try:
             return cls(
-                rows=[Row(**{**row, "shape": tuple(row["shape"])}) for row in data["rows"]],
-                total=Total(**data["total"]),
+                rows=[LayerCounts(**{**row, "shape": tuple(row["shape"])}) for row in data["rows"]],
+                total=TotalCounts(**data["total"]),
                 layer_widths=data["layer_widths"],
                 latency=[Latency(**item) for item in data["latency"]],
                 device=data["device"],
@@ -150,11 +150,11 @@ def text_table(
     return "\n".join([title, *top, *body])
 
 
-def _counts(r: Row | Total) -> list[str]:
+def _counts(r: LayerCounts | TotalCounts) -> list[str]:
     return [f"{r.weights:,}", f"{r.nonzeros:,}", f"{r.density:.2%}"]
 
 
-def _macs(r: Row | Total) -> list[str]:
+def _macs(r: LayerCounts | TotalCounts) -> list[str]:
     return [] if r.macs_executed is None else [f"{r.macs_paper:,}", f"{r.macs_executed:,}"]
 
 
@@ -180,7 +180,7 @@ def _comparison_table(s: Summary, short: bool) -> str:
     return text_table("the network" if b is None else "before and after", titles, lines)
 
 
-_LINES: list[tuple[str, str, Callable[[Total], int | None]]] = [
+_LINES: list[tuple[str, str, Callable[[TotalCounts], int | None]]] = [
     ("nonzero weights", "nonzero weights", lambda t: t.nonzeros),
     (
         "MACs, zero filters and channels discounted (the paper's counting)",

@@ -105,7 +105,7 @@ class Queue(Protocol):
         """Called several times a second, with what is running."""
 
 
-class Listed:
+class ListedMembers:
     """A queue of members that are all known from the start."""
 
     def __init__(self, members: Sequence[Member]):

@@ -197,7 +197,7 @@ class Regularize(Training):
         return shape(self.strength, steps)
 
 
-class Target(_Part):
+class PruneTarget(_Part):
     """How small, or how good, instead of a value: one of these, as a share."""
 
     macs: float | None = Field(default=None, gt=0, le=1)
@@ -212,7 +212,7 @@ class Target(_Part):
     """The accuracy that pruning may cost."""
 
     @model_validator(mode="after")
-    def _one_of_them(self) -> Target:
+    def _one_of_them(self) -> PruneTarget:
         if len(self.model_dump(exclude_none=True)) != 1:
             raise UserError("a target is one of macs, density, live, accuracy and drop, like {macs: 0.4}.")
         return self
@@ -225,7 +225,7 @@ class Prune(_Part):
     """Which groups go, by name or with settings (`deephoyer list rules`)."""
     value: float | None = None
     """The rule's own setting `value`, for rules that have one; short for `rule: {name: …, value: …}`."""
-    target: Target | None = None
+    target: PruneTarget | None = None
     """How small, or how good, instead of a value."""
     score: Choice | None = None
     """What groups are worth; without it what the method says, or the magnitude of their weights."""
@@ -597,7 +597,7 @@ _INNER: dict[str, type[BaseModel]] = {
     "prune": Prune,
     "finetune": Training,
     "warmup": Warmup,
-    "target": Target,
+    "target": PruneTarget,
     "distill": Distill,
     "expect": Expect,
 }

@@ -98,7 +98,7 @@ class Axis:
 
 
 @dataclass(frozen=True)
-class Goal:
+class SearchGoal:
     """A measure and whether more of it is better."""
 
     measure: str
@@ -108,9 +108,9 @@ class Goal:
         return f"{'maximize' if self.maximize else 'minimize'} {self.measure}"
 
 
-def goals(maximize: Sequence[str], minimize: Sequence[str]) -> list[Goal]:
+def goals(maximize: Sequence[str], minimize: Sequence[str]) -> list[SearchGoal]:
     """What to look for, checked."""
-    made = [Goal(m, True) for m in maximize] + [Goal(m, False) for m in minimize]
+    made = [SearchGoal(m, True) for m in maximize] + [SearchGoal(m, False) for m in minimize]
     for goal in made:
         if goal.measure not in MEASURES:
             raise unknown("measure", goal.measure, MEASURES)
@@ -127,7 +127,7 @@ class Search:
         recipe: str,
         overrides: Sequence[str],
         axes: Sequence[Axis],
-        aims: Sequence[Goal],
+        aims: Sequence[SearchGoal],
         trials: int,
         folder: Path,
         storage: str | None = None,

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from deephoyer.errors import UserError
 from deephoyer.lab import recipe as recipes
-from deephoyer.lab.processes import DEEPHOYER, Listed, Member, Queue, conduct
+from deephoyer.lab.processes import DEEPHOYER, ListedMembers, Member, Queue, conduct
 
 
 def members(recipe: str, overrides: Sequence[str], grid: Iterable[str], folder: Path) -> list[Member]:
@@ -53,7 +53,7 @@ def run_all(
     """Runs the members, `jobs` at a time. Without `mps`, members on one GPU take turns."""
     devices = [recipes.read(recipe, [*overrides, *m.overrides]).device for m in team]
     show = None if live is None else lambda _: live.update(progress_table(team))
-    run_queue(recipe, overrides, Listed(team), jobs, devices, show=show, mps=mps, say=say, program=program)
+    run_queue(recipe, overrides, ListedMembers(team), jobs, devices, show=show, mps=mps, say=say, program=program)
 
 
 def run_queue(

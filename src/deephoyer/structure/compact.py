@@ -21,7 +21,7 @@ from deephoyer.structure.channels import IN, OUT, ChannelGraph, Place
 from deephoyer.structure.coupled import Coupled, clean_copy
 from deephoyer.structure.equality import Differs, same
 from deephoyer.structure.fold_constants import Folded, fold, shared_layers
-from deephoyer.structure.joints import Constant, around, gather, laid_out, merged, replace
+from deephoyer.structure.joints import ConstantLayer, around, gather, laid_out, merged, replace
 from deephoyer.structure.layers import CONV, LINEAR, NORM, WIRING, kind_of, size
 from deephoyer.structure.remove import remove, spare_last, tensor_of, zero
 from deephoyer.weights import unwrap
@@ -239,7 +239,7 @@ def _stand_still(model: nn.Module, layers: list[str], found: Folded, report: Com
         if (outer := around(model, name)) is not None:
             whole, joint = outer
             value = laid_out(joint, value.detach(), 0) + (0 if joint.fill is None else joint.fill.detach())
-        replace(model, whole, Constant(module, value, trained))
+        replace(model, whole, ConstantLayer(module, value, trained))
         report.dropped.append(name)
 
 

@@ -19,7 +19,18 @@ from torch import Tensor, nn
 
 from deephoyer.inference import Examples, call
 from deephoyer.structure.inputs import random_like, tensors_in
-from deephoyer.structure.layers import CONV, EMBEDDING, LINEAR, NORM, WIRING, Kind, channel_dim, clear, kind_of, nonzero
+from deephoyer.structure.layers import (
+    CONV,
+    EMBEDDING,
+    LINEAR,
+    NORM,
+    WIRING,
+    LayerKind,
+    channel_dim,
+    clear,
+    kind_of,
+    nonzero,
+)
 from deephoyer.structure.taint import Unknown
 
 LARGE = 1000.0
@@ -124,7 +135,7 @@ def _close(a: Tensor, b: Tensor) -> Tensor:
     return (a - b).abs() <= 8 * torch.finfo(a.dtype).eps * b.abs()
 
 
-def _spread(name: str, kind: Kind, seen: tuple[Tensor, Tensor] | None, result: Folded) -> Callable[..., Tensor]:
+def _spread(name: str, kind: LayerKind, seen: tuple[Tensor, Tensor] | None, result: Folded) -> Callable[..., Tensor]:
     """A hook that folds the constants a layer reads, and lets NaN pass only through weights that are there."""
 
     def hook(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor:
@@ -163,7 +174,7 @@ def _through_norm(
     return output
 
 
-def _mark(module: Any, kind: Kind, output: Tensor, varied: Tensor) -> Tensor:
+def _mark(module: Any, kind: LayerKind, output: Tensor, varied: Tensor) -> Tensor:
     """NaN in the outputs that some input which varies is read by."""
     weight = module.weight
     groups = getattr(module, "groups", 1)
@@ -181,7 +192,7 @@ def _mark(module: Any, kind: Kind, output: Tensor, varied: Tensor) -> Tensor:
 
 
 def _fold_into(
-    name: str, module: Any, kind: Kind, rows: Tensor, varied: Tensor, seen: tuple[Tensor, Tensor], result: Folded
+    name: str, module: Any, kind: LayerKind, rows: Tensor, varied: Tensor, seen: tuple[Tensor, Tensor], result: Folded
 ) -> None:
     value = rows[:, 0].nan_to_num()
     low, high = seen
@@ -219,7 +230,7 @@ def _merge(module: Any, value: Tensor, padded: Tensor) -> Tensor:
     return others
 
 
-def _exact(module: Any, kind: Kind) -> bool:
+def _exact(module: Any, kind: LayerKind) -> bool:
     """Whether a constant input makes a constant output everywhere."""
     if kind is CONV:
         padding = module.padding
@@ -228,7 +239,7 @@ def _exact(module: Any, kind: Kind) -> bool:
     return kind is LINEAR
 
 
-def _add_bias(module: Any, kind: Kind, value: Tensor) -> None:
+def _add_bias(module: Any, kind: LayerKind, value: Tensor) -> None:
     if not value.any():
         return
     weight = module.weight.detach().double()

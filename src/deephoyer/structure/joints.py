@@ -1,7 +1,7 @@
 """Small modules between layers of different width: they pick channels, lay them out again, or stand still.
 
 A `Gather` gives a layer only the inputs it reads and lays its outputs where the network wants them; a
-`Constant` stands where a layer has no weights left, and does no arithmetic. Not here: who decides that.
+`ConstantLayer` stands where a layer has no weights left, and does no arithmetic. Not here: who decides that.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deephoyer.structure.layers import CONV, LINEAR, Kind, Renewed, channel_dim, cut, kind_of, nonzero, put, size
+from deephoyer.structure.layers import CONV, LINEAR, LayerKind, Renewed, channel_dim, cut, kind_of, nonzero, put, size
 
 
 class Gather(nn.Module):
@@ -79,7 +79,7 @@ class Gather(nn.Module):
         return y.new_zeros(shape).index_copy_(dim, self.place, y)
 
 
-class Constant(nn.Module):
+class ConstantLayer(nn.Module):
     """What a layer gives that has no weights left: its bias at every place, in the shape the layer gave."""
 
     value: Tensor
@@ -186,7 +186,7 @@ def _fullest(live: Tensor, groups: int) -> Tensor:
     return torch.zeros_like(rows).scatter(1, first, True).flatten()
 
 
-def _narrow(layer: Any, kind: Kind, keep: dict[str, Tensor]) -> None:
+def _narrow(layer: Any, kind: LayerKind, keep: dict[str, Tensor]) -> None:
     """Cuts a layer; in a grouped convolution each group may lose other channels than the next."""
     groups = getattr(layer, "groups", 1)
     if groups > 1 and "in" in keep:
@@ -200,7 +200,7 @@ def _narrow(layer: Any, kind: Kind, keep: dict[str, Tensor]) -> None:
     cut(layer, kind, keep, Renewed())
 
 
-def _layout(layer: nn.Module, kind: Kind, keep: dict[str, Tensor]) -> tuple[Tensor | None, Tensor | None]:
+def _layout(layer: nn.Module, kind: LayerKind, keep: dict[str, Tensor]) -> tuple[Tensor | None, Tensor | None]:
     if "out" not in keep:
         return None, None
     live = keep["out"]

@@ -19,7 +19,7 @@ NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 @dataclass(frozen=True)
-class Kind:
+class LayerKind:
     """What a sort of layer is made of: its tensors with the dimension of each side, and its size attributes."""
 
     name: str
@@ -35,14 +35,16 @@ class Kind:
         return self.out if side == "out" else self.into
 
 
-LINEAR = Kind("linear", {"weight": 0, "bias": 0}, {"weight": 1}, "out_features", "in_features")
-CONV = Kind("conv", {"weight": 0, "bias": 0}, {"weight": 1}, "out_channels", "in_channels")
-TRANSPOSED_CONV = Kind("transposed-conv", {"weight": 1, "bias": 0}, {"weight": 0}, "out_channels", "in_channels")
-EMBEDDING = Kind("embedding", {"weight": 1}, {}, "embedding_dim", None)
-NORM = Kind("norm", {"weight": 0, "bias": 0, "running_mean": 0, "running_var": 0}, {}, "num_features", "num_features")
-WIRING = Kind("wiring", {}, {}, "out_channels", "in_channels")
+LINEAR = LayerKind("linear", {"weight": 0, "bias": 0}, {"weight": 1}, "out_features", "in_features")
+CONV = LayerKind("conv", {"weight": 0, "bias": 0}, {"weight": 1}, "out_channels", "in_channels")
+TRANSPOSED_CONV = LayerKind("transposed-conv", {"weight": 1, "bias": 0}, {"weight": 0}, "out_channels", "in_channels")
+EMBEDDING = LayerKind("embedding", {"weight": 1}, {}, "embedding_dim", None)
+NORM = LayerKind(
+    "norm", {"weight": 0, "bias": 0, "running_mean": 0, "running_var": 0}, {}, "num_features", "num_features"
+)
+WIRING = LayerKind("wiring", {}, {}, "out_channels", "in_channels")
 
-_TYPES: tuple[tuple[tuple[type[nn.Module], ...], Kind], ...] = (
+_TYPES: tuple[tuple[tuple[type[nn.Module], ...], LayerKind], ...] = (
     ((nn.Linear,), LINEAR),
     (CONVOLUTIONS, CONV),
     (TRANSPOSED, TRANSPOSED_CONV),
@@ -51,7 +53,7 @@ _TYPES: tuple[tuple[tuple[type[nn.Module], ...], Kind], ...] = (
 )
 
 
-def kind_of(module: nn.Module) -> Kind | None:
+def kind_of(module: nn.Module) -> LayerKind | None:
     """The layer's kind; None where it isn't one, has a forward of its own, or computes its weight."""
     for types, kind in _TYPES:
         for base in types:
@@ -64,7 +66,7 @@ def kind_of(module: nn.Module) -> Kind | None:
     return WIRING if wired else None
 
 
-def channel_dim(module: nn.Module, kind: Kind) -> int:
+def channel_dim(module: nn.Module, kind: LayerKind) -> int:
     """The dimension of the layer's input and output that holds the channels."""
     if kind is LINEAR or kind is EMBEDDING:
         return -1
@@ -73,12 +75,12 @@ def channel_dim(module: nn.Module, kind: Kind) -> int:
     return -(module.weight.dim() - 1)  # type: ignore[operator]
 
 
-def size(module: nn.Module, kind: Kind, side: str) -> int:
+def size(module: nn.Module, kind: LayerKind, side: str) -> int:
     name = kind.out_size if side == "out" else kind.in_size
     return int(getattr(module, name))  # type: ignore[arg-type]
 
 
-def place(module: nn.Module, kind: Kind, side: str, tensor: Tensor, dim: int) -> Tensor:
+def place(module: nn.Module, kind: LayerKind, side: str, tensor: Tensor, dim: int) -> Tensor:
     """A view of one of the layer's tensors whose dimension 0 is the channel of `side`."""
     groups = getattr(module, "groups", 1)
     if side == "in" and groups > 1:  # input c of a grouped convolution is column c % k of block c // k
@@ -87,7 +89,7 @@ def place(module: nn.Module, kind: Kind, side: str, tensor: Tensor, dim: int) ->
     return tensor.movedim(dim, 0)
 
 
-def nonzero(module: nn.Module, kind: Kind, side: str) -> Tensor:
+def nonzero(module: nn.Module, kind: LayerKind, side: str) -> Tensor:
     """For each channel of a side, whether the layer's weight has anything but zeros there."""
     if kind is WIRING:
         source = torch.tensor(module.source)
@@ -98,7 +100,7 @@ def nonzero(module: nn.Module, kind: Kind, side: str) -> Tensor:
     return (moved != 0).flatten(1).any(1)
 
 
-def clear(module: nn.Module, kind: Kind, side: str, gone: Tensor) -> None:
+def clear(module: nn.Module, kind: LayerKind, side: str, gone: Tensor) -> None:
     """Zeroes what the layer has at the channels `gone` (a boolean for each); running statistics stay."""
     if kind is WIRING:
         lost = gone.tolist()
@@ -135,7 +137,7 @@ class Renewed:
         self._pairs[id(old)] = (old, new)  # the old one is held, or its id could come back for another
 
 
-def cut(module: nn.Module, kind: Kind, keep: dict[str, Tensor], renewed: Renewed) -> None:
+def cut(module: nn.Module, kind: LayerKind, keep: dict[str, Tensor], renewed: Renewed) -> None:
     """Keeps only the channels listed for each side."""
     if kind is WIRING:
         if "out" in keep:

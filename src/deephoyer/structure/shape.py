@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from deephoyer.errors import UserError
 from deephoyer.structure.attention import narrow, opened
-from deephoyer.structure.joints import Constant, Gather, replace
-from deephoyer.structure.layers import CONV, LINEAR, NORM, WIRING, Kind, Renewed, kind_of, loose_tensors, put, size
+from deephoyer.structure.joints import ConstantLayer, Gather, replace
+from deephoyer.structure.layers import CONV, LINEAR, NORM, WIRING, LayerKind, Renewed, kind_of, loose_tensors, put, size
 from deephoyer.structure.remove import owner, resize
 from deephoyer.structure.sizes import RECORD, narrowed, set_size, sizes_of
 
@@ -40,7 +40,7 @@ def describe(model: nn.Module) -> dict[str, Any]:
         if isinstance(module, Gather):
             inside.add(_join(name, "layer"))
             modules[name] = _gather_entry(module)
-        elif isinstance(module, Constant):
+        elif isinstance(module, ConstantLayer):
             modules[name] = {
                 "kind": "constant",
                 "of": module.kind,
@@ -54,7 +54,7 @@ def describe(model: nn.Module) -> dict[str, Any]:
     return {"version": VERSION, "modules": modules, "tensors": loose} | ({"sizes": sizes} if sizes else {})
 
 
-def _layer_entry(module: nn.Module, kind: Kind) -> Entry:
+def _layer_entry(module: nn.Module, kind: LayerKind) -> Entry:
     if kind is WIRING:
         return {"kind": kind.name, "in": int(module.in_channels), "source": list(module.source)}  # type: ignore
     entry: Entry = {"kind": kind.name, "out": size(module, kind, "out")}
@@ -127,7 +127,7 @@ def _module_step(model: nn.Module, name: str, module: nn.Module, entry: Any) -> 
     return lambda renewed: _shrink(module, kind, entry, renewed)
 
 
-def _check_layer(name: str, module: nn.Module, kind: Kind, entry: Any) -> None:
+def _check_layer(name: str, module: nn.Module, kind: LayerKind, entry: Any) -> None:
     _require(isinstance(entry, Mapping) and entry.get("kind") == kind.name, f"{name!r} is a {kind.name} layer")
     _require(set(entry) == _keys(kind), f"{name!r} must have {', '.join(sorted(_keys(kind)))}")
     if kind is WIRING:
@@ -150,24 +150,24 @@ def _check_layer(name: str, module: nn.Module, kind: Kind, entry: Any) -> None:
         _require(ins // groups <= per, f"{name!r}: groups of {ins // groups} channels, more than {per}")
 
 
-def _keys(kind: Kind) -> set[str]:
+def _keys(kind: LayerKind) -> set[str]:
     if kind is WIRING:
         return {"kind", "in", "source"}
     sides = {"in", "bias"} if "in" in kind.sides() else set()
     return {"kind", "out"} | sides | ({"groups"} if kind is CONV else set())
 
 
-def _constant_step(model: nn.Module, name: str, module: nn.Module, kind: Kind, entry: Any) -> Step:
+def _constant_step(model: nn.Module, name: str, module: nn.Module, kind: LayerKind, entry: Any) -> Step:
     _require(set(entry) == {"kind", "of", "out", "trained"}, f"{name!r}: a constant has of, out and trained")
     _require(kind in (LINEAR, CONV, NORM) and entry["of"] == kind.name, f"{name!r} is a {kind.name} layer")
     _require(isinstance(entry["trained"], bool), f"{name!r}: trained must be true or false")
     count = _number(name, entry["out"], 1, size(module, kind, "out"))
     like = next((t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point()), torch.zeros(1))
     value = like.detach().new_zeros(count)
-    return lambda renewed: replace(model, name, Constant(module, value, entry["trained"]))
+    return lambda renewed: replace(model, name, ConstantLayer(module, value, entry["trained"]))
 
 
-def _gather_step(model: nn.Module, name: str, module: nn.Module, kind: Kind, entry: Any) -> Step:
+def _gather_step(model: nn.Module, name: str, module: nn.Module, kind: LayerKind, entry: Any) -> Step:
     keys = {"kind", "read", "write", "fill", "layer"}
     _require(set(entry) == keys and name != "", f"{name!r}: a joint has read, write, fill and layer")
     _require(kind in (LINEAR, CONV), f"{name!r} can't have a joint")
@@ -192,7 +192,7 @@ def _gather_step(model: nn.Module, name: str, module: nn.Module, kind: Kind, ent
     return step
 
 
-def _shrink(module: nn.Module, kind: Kind, entry: Any, renewed: Renewed) -> None:
+def _shrink(module: nn.Module, kind: LayerKind, entry: Any, renewed: Renewed) -> None:
     if kind is WIRING:
         module.arrange(entry["in"], entry["source"])  # type: ignore[operator]
         return
@@ -276,7 +276,7 @@ def _loose(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _of_a_joint(model: nn.Module, name: str) -> bool:
-    return isinstance(owner(model, name)[0], Gather | Constant)
+    return isinstance(owner(model, name)[0], Gather | ConstantLayer)
 
 
 def _number(name: str, value: Any, low: int, high: int) -> int:

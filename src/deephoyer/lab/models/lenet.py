@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -26,12 +24,6 @@ class LeNet300(nn.Module):
         return self.fc3(self.drop(F.relu(self.fc2(x))))
 
 
-def pooled(layer: nn.Module, x: Tensor) -> Tensor:
-    """The largest of 2 × 2 after ReLU; a layer that has its own way to it, as stacked ones have, goes that way."""
-    own: Callable[[Tensor], Tensor] | None = getattr(layer, "pooled", None)
-    return F.max_pool2d(F.relu(layer(x)), 2) if own is None else own(x)
-
-
 class LeNet5(nn.Module):
     """two 5×5 convolutions (20, 50) and two linear layers (500, 10): 430,500 weights"""
 
@@ -44,8 +36,8 @@ class LeNet5(nn.Module):
         self.fc2 = nn.Linear(500, count("classes", classes))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = pooled(self.conv1, x)
-        x = pooled(self.conv2, x)
+        x = F.max_pool2d(F.relu(self.conv1(x)), 2)
+        x = F.max_pool2d(F.relu(self.conv2(x)), 2)
         return self.fc2(self.drop(F.relu(self.fc1(x.flatten(1)))))
 
 

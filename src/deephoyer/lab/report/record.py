@@ -22,11 +22,11 @@ from deephoyer.lab.schema import Recipe, named
 RECORD, WEIGHTS = "record.json", "weights.safetensors"
 
 
-class _Part(BaseModel):
+class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Layer(_Part):
+class Layer(_Strict):
     """One layer's counts; MACs with its zero filters and channels discounted, as the paper counts them."""
 
     name: str
@@ -40,7 +40,7 @@ class Layer(_Part):
     macs_paper: int
 
 
-class Total(_Part):
+class Total(_Strict):
     """The network's counts: `nonzeros` of the layers' weights, `nonzero_parameters` with biases and all."""
 
     weights: int
@@ -51,14 +51,14 @@ class Total(_Part):
     macs_there: int
 
 
-class Compacted(_Part):
+class Compacted(_Strict):
     """The network that is left when all that is dead is physically taken out."""
 
     macs: int
     parameters: int
 
 
-class Measured(_Part):
+class Measured(_Strict):
     """What anyone can measure again from the weights: images of the test set that are right, and counts.
 
     Where there is a `compact`, it is the compacted network that was shown the images.
@@ -76,7 +76,7 @@ class Measured(_Part):
         return self.right / self.images
 
 
-class Timing(_Part):
+class Timing(_Strict):
     """Median milliseconds a batch of the dense and the compacted network, measured in turns on one device."""
 
     device: str
@@ -86,14 +86,14 @@ class Timing(_Part):
     ms: float
 
 
-class WeightsFile(_Part):
+class WeightsFile(_Strict):
     """The file beside the record."""
 
     bytes: int
     sha256: str
 
 
-class Record(_Part):
+class Record(_Strict):
     """One run. `base` and `overrides` make the command; `recipe` is what they come to, every default written out.
 
     `accuracy` is what the run itself saw on its device after each stage; `measured` is the final network

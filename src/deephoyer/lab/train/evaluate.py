@@ -25,7 +25,7 @@ MANY_CLASSES = 10
 
 
 @dataclass(frozen=True)
-class Score:
+class Correct:
     """Counts over images; those that could not be read are not among them."""
 
     right: int
@@ -41,7 +41,7 @@ class Score:
         return None if self.right5 is None else self.right5 / self.images
 
     @classmethod
-    def read(cls, counts: Tensor, source: Source) -> Score:
+    def read(cls, counts: Tensor, source: Source) -> Correct:
         """From the counts that `counted` gave; waits for the device."""
         right, right5, images = (int(n) for n in counts.tolist())
         if not images:
@@ -61,7 +61,9 @@ def counted(forward: Callable[[Tensor], Tensor], source: Source, images: Images,
     return torch.zeros(3, dtype=torch.int64) if total is None else total
 
 
-def evaluate_file(path: Path, words: Mapping[str, Any], device: torch.device, batch: int = 100) -> tuple[Score, Source]:
+def evaluate_file(
+    path: Path, words: Mapping[str, Any], device: torch.device, batch: int = 100
+) -> tuple[Correct, Source]:
     """The score of a stored network on a test set, in float32.
 
     `words` may have the `data`, where the file does not say on which it was trained, and the `model`.
@@ -80,7 +82,7 @@ def evaluate_file(path: Path, words: Mapping[str, Any], device: torch.device, ba
         raise UserError(f"{path} can't read images of {shape}: {str(why).splitlines()[0]}.") from None
     if outputs != source.classes:
         raise UserError(f"{path} has {outputs} outputs, but the data has {source.classes} classes.")
-    return Score.read(counted(network, source, TEST, batch), source), source
+    return Correct.read(counted(network, source, TEST, batch), source), source
 
 
 def _own_data(path: Path) -> str | dict[str, Any]:

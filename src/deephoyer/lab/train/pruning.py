@@ -14,7 +14,7 @@ from deephoyer import targets
 from deephoyer.errors import UserError
 from deephoyer.groups import Grouping
 from deephoyer.lab.data.streaming import Streaming
-from deephoyer.lab.schema import Prune, Target, named
+from deephoyer.lab.schema import Prune, PruneTarget, named
 from deephoyer.lab.train import batches
 from deephoyer.lab.train.batches import Epoch, Streamed
 from deephoyer.lab.train.objective import logits
@@ -100,7 +100,7 @@ def _score(run: Run, settings: Prune) -> Score:
     return worth or Magnitude()
 
 
-def _aimed(run: Run, settings: Prune, target: Target, groups: list[Grouping], done: float, worth: _Worth) -> Rule:
+def _aimed(run: Run, settings: Prune, target: PruneTarget, groups: list[Grouping], done: float, worth: _Worth) -> Rule:
     """The rule with the value that meets the target; images that this run may select by decide on accuracy."""
     example = run.data.example()
     if target.macs is not None:

@@ -36,7 +36,7 @@ from deephoyer.lab.train import batches
 from deephoyer.lab.train.batches import Epoch, Streamed
 from deephoyer.lab.train.distill import Teachers, teachers_of
 from deephoyer.lab.train.distributed import Processes, joined, own_device, without_sync
-from deephoyer.lab.train.evaluate import Score, counted
+from deephoyer.lab.train.evaluate import Correct, counted
 from deephoyer.lab.train.objective import Objective, logits
 from deephoyer.lab.train.optim import make_optimizer, rate_at, rates_in
 from deephoyer.lab.train.progress import Silent
@@ -381,7 +381,7 @@ class Run:
             self.draw(epoch + 1)  # while the device is busy with this one
         found = _read(numbers)
         self.state.epoch = epoch + 1
-        score = Score.read(torch.tensor([found.pop(key) for key in ("right", "right5", "images")]), self.data)
+        score = Correct.read(torch.tensor([found.pop(key) for key in ("right", "right5", "images")]), self.data)
         line = self.close_epoch(settings, found.pop("loss") / len(drawn), score.accuracy)
         if score.top5 is not None:
             line["held_out_top5" if self.recipe.epoch_selection == "held-out" else "test_top5"] = score.top5
@@ -517,12 +517,12 @@ class Run:
         """The share of images that the model gets right, in eval mode and in float32."""
         return self.score(images).accuracy
 
-    def score(self, images: Images) -> Score:
+    def score(self, images: Images) -> Correct:
         self.model.eval()
         self.processes.share_buffers(self.model)
         mine = images.share(self.data, self.processes.rank, self.processes.count)
         found = counted(self.model, self.data, mine, self._at_once())
-        return Score.read(self.processes.sum(found.to(self.device)), self.data)
+        return Correct.read(self.processes.sum(found.to(self.device)), self.data)
 
     def _at_once(self) -> int:
         return 1000 if self.data.in_memory else STREAMED_AT_ONCE[self.device.type]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,21 +17,10 @@ from deephoyer.lab.methods import Method
 from deephoyer.lab.train.batches import Batch, Draw, Epoch, Streamed
 from deephoyer.lab.train.epoch_tensors import Tables
 from deephoyer.lab.train.optim import set_rate
+from deephoyer.regularizer import Regularizer
 
 Forward = Callable[[Any], Tensor]
 """The mean loss of a draw, or of a batch."""
-
-
-class Penalizing(Protocol):
-    """What a step asks of a regularizer.
-
-    One that has a true `settled` says that its strength stays as it is; steps may then be replayed
-    several at a time.
-    """
-
-    def add_grad_(self, advance: bool = True) -> None: ...
-
-    def step(self) -> None: ...
 
 
 class PlainStep:
@@ -46,7 +35,7 @@ class PlainStep:
         self,
         forward: Forward,
         optimizer: torch.optim.Optimizer,
-        regularizer: Penalizing | None,
+        regularizer: Regularizer | None,
         device: torch.device,
         parts: int = 1,
         alone: Callable[[], AbstractContextManager[Any]] = nullcontext,

@@ -1,0 +1,54 @@
+"""CONTRIBUTING's examples, followed as a new user would: each is run as it stands, then used by its name."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import deephoyer as dh
+from deephoyer.groups import GROUPINGS
+from deephoyer.lab.data import DATASETS
+from deephoyer.penalties import PENALTIES
+from deephoyer.scores import SCORES
+
+TEXT = (Path(__file__).parent.parent / "CONTRIBUTING.md").read_text()
+EXAMPLES = re.findall(r"```python\n(.*?)```", TEXT, re.S)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def followed():
+    registries = [r._makers for r in (PENALTIES, GROUPINGS, SCORES, DATASETS)]
+    before = [dict(makers) for makers in registries]
+    for example in EXAMPLES:
+        exec(example, {"__name__": "example"})
+    yield
+    for makers, old in zip(registries, before, strict=True):
+        makers.clear()
+        makers.update(old)
+
+
+def test_the_penalty_has_a_name_a_setting_and_the_fast_path():
+    model = nn.Linear(6, 4)
+    reg = dh.Regularizer(model, PENALTIES.make("log", a=0.2), strength=1.0, backend="foreach")
+    reg.add_grad_()
+    w = model.weight.detach()
+    torch.testing.assert_close(model.weight.grad, w.sign() / (0.2 + w.abs()))
+    assert reg.stats()["backend"] == {"foreach": 1.0}
+
+
+def test_the_grouping_takes_its_setting():
+    model = nn.Linear(6, 4)
+    (term,) = dh.Regularizer(model, groups={"name": "blocks", "size": 3}).terms
+    torch.testing.assert_close(term.magnitudes(), model.weight.view(4, 2, 3).norm(dim=(0, 2)))
+
+
+def test_the_score_prunes():
+    masks = dh.prune(nn.Linear(6, 4), dh.Density(0.5), "filters", score="largest")
+    assert masks["weight"].any(1).sum() == 2
+
+
+def test_the_data_set_has_images():
+    made = DATASETS.make("noise")
+    assert len(made.train_x) == 500 and made.classes == 10
