@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 
+import torch
 from torch import Tensor, nn
 
 from deephoyer.structure.channels import Blocks, Joined, Place
@@ -20,6 +21,7 @@ class Labels:
 
     def __init__(self, model: nn.Module, exact: bool = True) -> None:
         self.exact = exact
+        self.rounding = torch.float64
         self.joined = Joined()
         self.blocks: list[Blocks] = []
         self._model = model
@@ -32,6 +34,7 @@ class Labels:
         self._constants: dict[int, Tensor] = {}
         self._own: dict[int, tuple[str, Tensor]] = {}
         self._views: dict[int, Tensor] = {}
+        self._discrete: dict[int, Tensor] = {}
         self._mixed: dict[int, tuple[Tensor, list[Tensor], str]] = {}
         self._starts: list[int] = []
         self._places: list[Place] = []
@@ -83,6 +86,17 @@ class Labels:
 
     def is_constant(self, tensor: Tensor) -> bool:
         return id(tensor) in self._constants
+
+    def set_discrete(self, tensor: Tensor) -> None:
+        """Made of nothing but whole numbers and masks that the network was given: what a tokenizer gives."""
+        self._discrete[id(tensor)] = tensor
+
+    def is_discrete(self, tensor: Tensor) -> bool:
+        return id(tensor) in self._discrete
+
+    def is_made(self, tensor: Tensor) -> bool:
+        """A constant that was made on the way: it may follow the sizes of others, which a trial shows."""
+        return id(tensor) in self._constants and id(tensor) not in self._own and not self.of(tensor)
 
     def set_view(self, tensor: Tensor) -> None:
         """The tensor is a parameter laid out in another way: each of its elements is one of the parameter's."""

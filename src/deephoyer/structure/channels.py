@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from deephoyer.structure.rms import RmsNorm
 from deephoyer.structure.sizes import Call, SizedCall, SizeRule
 
 Place = tuple[str, int]  # a parameter's or buffer's name and a dimension of it; or a wiring's name and IN or OUT
@@ -111,7 +112,8 @@ class ChannelGraph:
     `reads` and `writes` are the places where a product reads channels or makes them. `wires` are pairs
     of channels where one is passed on as the other without any weight: either can be taken out by itself, but
     zeroing all weights of one does not silence it. `wirings` are the modules that do so. `calls` are those that name
-    sizes, and `sizes` the ones among them that the code must be told.
+    sizes, and `sizes` the ones among them that the code must be told. The channels of `norms` may go only if they are
+    zero, not if they are merely read by nobody.
     """
 
     places: dict[Place, Tensor] = field(default_factory=dict)
@@ -126,6 +128,9 @@ class ChannelGraph:
     blocks: list[Blocks] = field(default_factory=list)
     calls: dict[Call, SizedCall] = field(default_factory=dict)
     sizes: set[SizeRule] = field(default_factory=set)
+    exact: bool = True
+    rounding: torch.dtype = torch.float64
+    norms: dict[str, tuple[RmsNorm, Tensor]] = field(default_factory=dict)
     count: int = 0
 
     def wired(self) -> ChannelGraph:

@@ -111,7 +111,14 @@ def _compacted(
     _stand_still(small, _inner(graph), fold(small, example_inputs), report)
     _add_joints(small, jointed, outputs, report)
     report.idle = [n for n, m in model.named_modules() if kind_of(m) in (LINEAR, CONV) and n not in graph.order]
-    report.error = same(clean_copy(model), small, example_inputs, _alive(model, graph, dead, gone))
+    report.error = same(
+        clean_copy(model),
+        small,
+        example_inputs,
+        _alive(model, graph, dead, gone),
+        exact=graph.exact,
+        rounding=graph.rounding,
+    )
     report.parameters_after = _count(small)
     _settle(small, model)
     small.compact_report = report  # type: ignore[assignment]
@@ -135,6 +142,13 @@ def dead_channels(model: nn.Module, graph: ChannelGraph) -> Tensor:
     for name, dim in graph.places:
         dims.setdefault(name, []).append(dim)
     readers = {place: (place[0], dims[place[0]]) for place in graph.places if place in graph.reads}
+    quiet = torch.zeros(graph.count, dtype=torch.bool)  # those that must be zero, since a norm sums up their squares
+    for name, (_, channels) in graph.norms.items():
+        quiet[channels] = True
+        dims.pop(f"{name}.weight" if name else "weight", None)  # which only scales
+    for name, dim in graph.places:
+        if name in dims and name not in graph.wirings and bool(quiet[graph.places[name, dim]].any()):
+            readers.setdefault((name, dim), (name, dims[name]))
     readers |= {(name, IN): (name, [OUT, IN]) for name in graph.wirings}
     reads: dict[Place, Tensor] = {}
     dead = torch.zeros(graph.count, dtype=torch.bool)
@@ -142,6 +156,8 @@ def dead_channels(model: nn.Module, graph: ChannelGraph) -> Tensor:
     while again:
         for place in again:
             reads[place] = _read_at(model, graph, place, readers[place][1], dead)
+            if place not in graph.reads and place[0] not in graph.wirings:
+                reads[place] &= quiet[graph.places[place]]
         read = fixed.clone()
         for place, its in reads.items():
             read[graph.places[place][its]] = True

@@ -103,7 +103,7 @@ class Coupled(Grouping):
 
 def proven(model: nn.Module, inputs: Examples, exact: bool = True) -> ChannelGraph:
     """The channel graph of a model, less what a trial removal shows to be wrong."""
-    inputs = one_sample(inputs)
+    inputs = _smallest(model, inputs)
     graph = follow(shared_copy(model), inputs, exact=exact)
     for _ in range(1 + len(graph.sets())):  # each time one set at least is given up
         free = [one for one in graph.sets() if one.reason is None]
@@ -113,6 +113,19 @@ def proven(model: nn.Module, inputs: Examples, exact: bool = True) -> ChannelGra
         except Differs as why:
             _give_up(model, graph, free, inputs, why)
     raise CannotFollow("coupled: the model's channels can't be worked out; give an inner module instead.")
+
+
+def _smallest(model: nn.Module, inputs: Examples) -> Examples:
+    """One sample, where the model takes one; else the inputs as they are (the first sizes of some are no batch)."""
+    sample = one_sample(inputs)
+    try:
+        with torch.no_grad():
+            call(shared_copy(model), sample)
+    except UserError:
+        raise
+    except Exception:
+        return inputs
+    return sample
 
 
 def clean_copy(model: nn.Module) -> nn.Module:
@@ -150,7 +163,7 @@ def _try(model: nn.Module, graph: ChannelGraph, sets: list[ChannelSet], inputs: 
     if learn:
         graph.sizes |= _learnt(small, graph, dead, inputs)
         apply_sizes(small, graph.sizes, graph.calls, dead)
-    same(big, small, inputs, more=1)
+    same(big, small, inputs, more=1, exact=graph.exact, rounding=graph.rounding)
 
 
 def _learnt(small: nn.Module, graph: ChannelGraph, dead: Tensor, inputs: Examples) -> set[SizeRule]:

@@ -53,9 +53,18 @@ def tolerance(*tensors: Tensor) -> float:
 Matter = dict[str, tuple[Tensor, Tensor]]
 
 
-def same(big: nn.Module, small: nn.Module, inputs: Examples, matter: Matter | None = None, more: int = 2) -> float:
+def same(
+    big: nn.Module,
+    small: nn.Module,
+    inputs: Examples,
+    matter: Matter | None = None,
+    more: int = 2,
+    exact: bool = True,
+    rounding: torch.dtype = torch.float64,
+) -> float:
     """The largest relative error on the inputs and on `more` random ones; raises `Differs` beyond rounding.
 
+    `rounding` is the coarsest type that the networks compute with. Without `exact` only shapes and NaNs must agree.
     `matter` says for some layers which of their channels correspond, to find where a difference began.
     """
     worst, numbers = 0.0, False
@@ -68,7 +77,7 @@ def same(big: nn.Module, small: nn.Module, inputs: Examples, matter: Matter | No
                 raise Differs("the smaller network gives another number of outputs.", "")
             for a, b in zip(before, after, strict=True):
                 worst = max(worst, gap := error(a, b))
-                if gap > tolerance(a):
+                if gap > max(tolerance(a), TOLERANCE.get(rounding, 0.0)) and (exact or gap == float("inf")):
                     name = first_difference(big, small, tried, matter or {})
                     raise Differs(
                         f"the smaller network's outputs differ by {gap:.1e} of their scale; "
@@ -128,11 +137,13 @@ def _where_it_fails(model: nn.Module, inputs: Examples) -> str:
 
 def first_difference(big: nn.Module, small: nn.Module, inputs: Examples, matter: Matter) -> str:
     """The first module, in the order of the calls, whose outputs differ in the channels that both have."""
-    theirs = dict(_outputs(small, inputs))
-    for name, tensor in _outputs(big, inputs):
-        other = theirs.get(name)
-        if other is None:
+    theirs: dict[str, list[Tensor]] = {}
+    for name, tensor in _outputs(small, inputs):
+        theirs.setdefault(name, []).append(tensor)
+    for name, tensor in _outputs(big, inputs):  # a module may be called several times
+        if not theirs.get(name):
             continue
+        other = theirs[name].pop(0)
         kind = kind_of(big.get_submodule(name))
         if name in matter and kind is not None:
             dim = channel_dim(big.get_submodule(name), kind)

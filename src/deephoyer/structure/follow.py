@@ -24,7 +24,20 @@ from deephoyer.structure.channels import IN, OUT, Blocks, ChannelGraph, Place
 from deephoyer.structure.inputs import outputs_in, tensors_in
 from deephoyer.structure.layers import WIRING, kind_of
 from deephoyer.structure.operations import LAYS_OUT, Operation, Rule
-from deephoyer.structure.sizes import SPLITS, Asking, Call, CallCounter, SizedCall, counts_heads, mark_settings
+from deephoyer.structure.rms import RmsNorm, rms_norm
+from deephoyer.structure.sizes import (
+    CREATES,
+    SLICES,
+    SPLITS,
+    Asking,
+    Call,
+    CallCounter,
+    Setting,
+    SizedCall,
+    counts_heads,
+    mark_settings,
+    slices_of,
+)
 
 
 class CannotFollow(UserError):
@@ -38,6 +51,9 @@ def follow(model: nn.Module, inputs: Examples, other: frozenset[str] = frozenset
     """
     mark_settings(model)
     follower = Follower(model, other, exact)
+    for tensor in tensors_in(inputs):
+        if not tensor.is_floating_point() and not tensor.is_complex():
+            follower.n.set_discrete(tensor)
     with torch.no_grad(), plain_attention():
         try:
             with Asking(follower.asks), follower:
@@ -83,6 +99,7 @@ class Follower(TorchDispatchMode):
         self._calls: dict[Call, tuple[list[int], list[int], list[list[Tensor]]]] = {}
         self._modules = dict(model.named_modules())
         self._wirings: dict[str, tuple[Tensor, Tensor]] = {}
+        self._norms: dict[str, tuple[RmsNorm, Tensor]] = {}
         for name, module in self._modules.items():
             self._hook(name, module)
 
@@ -99,6 +116,14 @@ class Follower(TorchDispatchMode):
         finally:
             self._asked = []
         tensors = tensors_in(out)
+        if func in SLICES:
+            bounds = [(dim, bound) for dim, start, stop in slices_of(*args) for bound in (start, stop)]
+            lying = [[rows[:bound] for rows in self._lying(args[0], dim)] for dim, bound in bounds]
+            self._calls.setdefault(call, (sizes, [int(bound) for _, bound in bounds], lying))
+            return out
+        if func in CREATES:
+            made = [d for d, size in enumerate(sizes) if isinstance(size, Setting) and tensors[0].shape[d] > 1]
+            self.n.set(tensors[0], [self.n.fresh(tensors[0], d, None) for d in made])
         if func in SPLITS:
             dim = kwargs.get("dim", args[2] if len(args) > 2 else 0) % args[0].dim()
             lie = [(t, dim) for t in tensors[: len(sizes)]]
@@ -118,18 +143,22 @@ class Follower(TorchDispatchMode):
         if isinstance(module, torch.jit.ScriptModule):
             return
         wiring = kind_of(module) is WIRING
+        norm = None if wiring else rms_norm(module)
+        opaque = wiring or norm is not None
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             self._stack.append(name)
             self._counter.enter(name)
-            self._asleep += wiring
+            self._asleep += opaque
 
         def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if wiring:
                 self._wire(name, module, tensors_in((args, kwargs))[0], output)
+            if norm is not None:
+                self._normalise(name, module, norm, tensors_in((args, kwargs))[0], output)
             if opened(module):
                 self._open_attention(name, module)
-            self._asleep -= wiring
+            self._asleep -= opaque
             self._counter.leave()
             self._stack.pop()
 
@@ -145,6 +174,16 @@ class Follower(TorchDispatchMode):
         outs, before = self._wirings[name]
         self.n.joined.join(before, ins)
         self.n.set(y, [outs.view([-1 if d == 1 else 1 for d in range(y.dim())])])
+
+    def _normalise(self, name: str, module: Any, norm: RmsNorm, x: Tensor, y: Tensor) -> None:
+        """Channels that a norm by the mean square is over may go when they are zero, which nobody else asks for."""
+        n = self.n
+        weight: Tensor = module.weight
+        axes = n.along(x, -1)
+        if axes:
+            self._norms.setdefault(name, (norm, n.line(axes[0], -1)))
+        n.rounding = max(n.rounding, _inside(module, x), key=lambda dtype: torch.finfo(dtype).eps)
+        n.set(y, operations.meet(n, [(x.shape, n.of(x)), (weight.shape, n.of(weight))], self.where()))
 
     def _open_attention(self, name: str, module: Any) -> None:
         """torch's attention says how many heads it has; whole ones go."""
@@ -169,10 +208,16 @@ class Follower(TorchDispatchMode):
         """Labels what the operation gave."""
         n = self.n
         n.use(op.given)
+        for tensor in op.outs:
+            if tensor.is_floating_point() and torch.finfo(tensor.dtype).eps > torch.finfo(n.rounding).eps:
+                n.rounding = tensor.dtype
         weight = op.name.rstrip("_") in LAYS_OUT and all(n.is_weight(t) for t in op.given[:1])
         if all(n.is_constant(t) for t in op.given) and "rand" not in op.name and op.name != "empty":
             for tensor in op.outs:
                 n.set_constant(tensor)
+        elif op.given and all(n.is_constant(t) or n.is_discrete(t) for t in op.given):
+            for tensor in op.outs:
+                n.set_discrete(tensor)
         if op.name == "convolution":
             n.of(op.args[1], dims=2)  # the places of a kernel are no channels
         if any(n.known(t) for t in op.given):
@@ -203,7 +248,7 @@ class Follower(TorchDispatchMode):
     def _refuse_branches(self, func: Any, args: Any) -> None:
         if func.overloadpacket.__name__ not in ("_local_scalar_dense", "is_nonzero", "equal"):
             return
-        if not all(self.n.is_constant(t) for t in tensors_in(args)):
+        if not all(self.n.is_constant(t) or self.n.is_discrete(t) for t in tensors_in(args)):
             raise CannotFollow(
                 f"{self.where()} takes a value out of a tensor (`.item()`, or an `if` on it), so what it "
                 "computes can't be followed for all inputs; leave it out of the part to compact."
@@ -254,6 +299,9 @@ class Follower(TorchDispatchMode):
             wirings=list(self._wirings),
             wires=wires,
             blocks=list(dict.fromkeys(block for block in n.blocks if block.place in places)),
+            exact=n.exact,
+            rounding=n.rounding,
+            norms={name: (norm, numbered(nodes)) for name, (norm, nodes) in self._norms.items()},
             calls={
                 call: SizedCall(asked, sizes, [[numbered(nodes) for nodes in lying] for lying in along])
                 for call, (asked, sizes, along) in self._calls.items()
@@ -267,6 +315,21 @@ class Follower(TorchDispatchMode):
         for out, source in zip(places[name, OUT].tolist(), module.source, strict=True):
             if source >= 0:
                 yield int(places[name, IN][source]), out
+
+
+def _inside(module: nn.Module, x: Tensor) -> torch.dtype:
+    """The coarsest type that a norm computes in: Hugging Face's do it in float32, whatever they are given."""
+    types = [x.dtype]
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types_: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            types.extend(t.dtype for t in tensors_in(out) if t.is_floating_point())
+            return out
+
+    with Watch():
+        type(module).forward(module, x)
+    return max(types, key=lambda dtype: torch.finfo(dtype).eps)
 
 
 def rule_of(op: Operation) -> Rule:

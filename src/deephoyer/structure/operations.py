@@ -121,7 +121,8 @@ def takes(n: Labels, op: Operation) -> None:
         if axis.shape[dim] == 1:
             axes.append(axis.select(dim, 0) if op.name == "select" else axis)
             continue
-        if op.out.numel() < x.numel() and n.varies(axis, dim):
+        told = op.name == "slice" and len(op.asked) == 2 and op.argument("step", 4, 1) == 1
+        if op.out.numel() < x.numel() and n.varies(axis, dim) and not told:
             n.joined.fix(axis, f"{op.where} takes channels by their position")
         axes.append(op.func(axis, *op.args[1:], **op.kwargs))
     n.set(op.out, axes)
@@ -313,7 +314,8 @@ def meet(n: Labels, parts: Sequence[Part], where: str) -> list[Tensor]:
 def pointwise(n: Labels, op: Operation) -> None:
     target = op.outs[0]
     before = n.of(target)
-    axes = meet(n, [(t.shape, n.of(t)) for t in op.given], op.where)
+    axes = meet(n, [(t.shape, n.of(t)) for t in op.given if not n.is_made(t)], op.where)
+    axes = [like(axis, target.dim()) for axis in axes]
     if op.func._schema.is_mutable and target._is_view() and len(before) != len(axes):
         for axis in axes:
             n.joined.fix(axis, f"{op.where} writes into a slice")
@@ -384,6 +386,21 @@ def shuffles_pixels(n: Labels, op: Operation) -> None:
     n.set(op.out, axes)
 
 
+def scatters(n: Labels, op: Operation) -> None:
+    """Rows of one tensor added up in another, at places given by an index: neighbours in a graph."""
+    target, dim, source = op.args[0], op.args[1], op.args[3]
+    index = op.args[2]
+    if not isinstance(source, Tensor) or n.known(index) or n.along(source, dim) or n.along(target, dim):
+        return mixes(n, op)
+    flat = [1 if d == dim % target.dim() else s for d, s in enumerate(target.shape)]
+    parts: list[Part] = [(flat, [_short(n, axis, dim % target.dim()) for axis in n.of(source)])]
+    if not n.is_made(target):
+        parts.append((flat, [_short(n, axis, dim % target.dim()) for axis in n.of(target)]))
+    axes = meet(n, parts, op.where)
+    for tensor in (target, *op.outs):
+        n.set(tensor, axes)
+
+
 SPATIAL = ("max_pool", "avg_pool", "adaptive_", "_adaptive_", "upsample_", "_upsample_", "reflection_", "replication_")
 
 _RULES: tuple[tuple[Rule, str], ...] = (
@@ -395,7 +412,8 @@ _RULES: tuple[tuple[Rule, str], ...] = (
     (rearranges, "index _unsafe_index index_select gather roll flip unfold"),
     (joins_on, "cat stack"),
     (takes, "slice select narrow"),
-    (splits, "split split_with_sizes chunk unbind"),
+    (splits, "split split_with_sizes chunk unbind unsafe_split unsafe_chunk unsafe_split_with_sizes"),
+    (scatters, "scatter_add scatter_reduce index_add scatter"),
     (views, "view _unsafe_view reshape _reshape_alias"),
     (restrides, "as_strided"),
     (pads, "constant_pad_nd"),

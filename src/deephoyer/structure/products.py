@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from deephoyer.structure.channel_ids import Labels
-from deephoyer.structure.operations import Operation, Part, Rule, meet
+from deephoyer.structure.operations import Operation, Part, Rule, meet, mixes
 
 
 def multiplies(n: Labels, op: Operation) -> None:
@@ -202,11 +202,13 @@ def normalises_groups(n: Labels, op: Operation) -> None:
 def normalises_weight(n: Labels, op: Operation) -> None:
     """Weight norm: along all dimensions but one a weight is divided by its length."""
     v, g = op.args[:2]
-    dim = op.argument("dim", 2, 0)
-    for axis in n.of(v):
-        if axis.shape[dim] == 1:
-            n.joined.fix(axis, f"{op.where} divides by a length over them")
-    n.set(op.outs[0], meet(n, [(v.shape, n.of(v)), (g.shape, n.of(g))], op.where))
+    dim = op.argument("dim", 2, 0) % v.dim()
+    if any(axis.shape[dim] > 1 for axis in n.of(g)):  # each output by its own length, to which zeros add nothing
+        n.set(op.outs[0], meet(n, [(v.shape, n.of(v)), (g.shape, n.of(g))], op.where))
+        if n.is_weight(v):
+            n.set_view(op.outs[0])
+    else:
+        mixes(n, op)
 
 
 # Embeddings and attention.

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from deephoyer.structure.attention import narrow, opened
 from deephoyer.structure.channels import IN, OUT, ChannelGraph, Place
 from deephoyer.structure.layers import Renewed, put
+from deephoyer.structure.rms import absorb
 from deephoyer.structure.sizes import apply_sizes, set_size
 
 SIZES: dict[str, dict[str, Place]] = {
@@ -23,6 +24,7 @@ SIZES: dict[str, dict[str, Place]] = {
     "EmbeddingBag": {"embedding_dim": ("weight", 1)},
     "_NormBase": {"num_features": ("weight", 0)},
     "GroupNorm": {"num_channels": ("weight", 0)},
+    "RNNBase": {"hidden_size": ("weight_hh_l0", 1), "input_size": ("weight_ih_l0", 1)},
     "PReLU": {"num_parameters": ("weight", 0)},
     "Conv1D": {"nf": ("weight", 1), "nx": ("weight", 0)},
 }
@@ -72,6 +74,8 @@ def remove(model: nn.Module, graph: ChannelGraph, dead: Tensor) -> None:
             set_size(module, block.attribute, left)
     for name in {name.rpartition(".")[0] for name in cuts}:
         resize(model.get_submodule(name))
+    for name, (norm, channels) in graph.norms.items():
+        absorb(model.get_submodule(name), norm, len(channels), int((~dead[channels]).sum()))
     apply_sizes(model, graph.sizes, graph.calls, dead)
 
 

@@ -264,6 +264,9 @@ def _size_step(module: nn.Module, name: str, key: str, value: Any) -> Step:
         size = _number(name, value, 1, 2**31)
         return lambda renewed: narrowed(module, int(call), int(position), size)
     before = vars(module).get(key)
+    if isinstance(before, float) and isinstance(value, float):
+        _require(0 < value < 1, f"{name!r}: {value!r} is no {key}")
+        return lambda renewed: set_size(module, key, value)
     _require(isinstance(before, int) and not isinstance(before, bool), f"{name!r} has no size {key!r}")
     size = _number(name, value, 1, int(before or 0))
     if opened(module) and key == "num_heads":

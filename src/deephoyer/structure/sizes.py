@@ -20,7 +20,18 @@ from torch.overrides import TorchFunctionMode
 VIEWS: frozenset[Any] = frozenset([Tensor.view, Tensor.reshape, torch.reshape, Tensor.unflatten, torch.unflatten])
 _SPLITS: list[Any] = [Tensor.split, torch.split, Tensor.split_with_sizes, torch.split_with_sizes]
 SPLITS = frozenset(_SPLITS)
-ASKS = VIEWS | SPLITS
+_CREATES: list[Any] = [
+    torch.zeros,
+    torch.ones,
+    torch.full,
+    torch.empty,
+    Tensor.new_zeros,
+    Tensor.new_ones,
+    Tensor.new_full,
+]
+CREATES = frozenset(_CREATES)
+SLICES: frozenset[Any] = frozenset([Tensor.__getitem__])
+ASKS = VIEWS | SPLITS | CREATES | SLICES
 RECORD = "narrowed_sizes"
 """The attribute in which a module keeps the sizes that it was given, so that a file can hold them."""
 
@@ -78,6 +89,10 @@ def asked_sizes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> lis
     >>> asked_sizes(Tensor.unflatten, (torch.zeros(2, 6), 1, (3, -1)), {})
     [2, 3, -1]
     """
+    if func in SLICES:
+        return [bound for _, start, stop in slices_of(*args) for bound in (start, stop)]
+    if func in (torch.zeros, torch.ones, torch.full, torch.empty):
+        args = (None, *args)
     x, *rest = args
     if func in (Tensor.unflatten, torch.unflatten):
         dim = kwargs.get("dim", rest[0] if rest else 0)
@@ -88,16 +103,51 @@ def asked_sizes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> lis
         return [*x.shape[:dim], *sizes, *x.shape[dim + 1 :]]
     names = ("shape", "size", "split_size", "split_size_or_sections", "split_sizes")
     named = [kwargs[name] for name in names if name in kwargs]
-    given = named[0] if named else rest[0] if func in SPLITS or len(rest) == 1 else rest
-    if isinstance(given, torch.dtype):
+    if not named and not rest:
         return []
-    return [given] if isinstance(given, int) else list(given)
+    first = func in SPLITS or len(rest) == 1 or func in (torch.full, Tensor.new_full)
+    given = named[0] if named else rest[0] if first else rest
+    sizes = [given] if isinstance(given, int) else list(given) if isinstance(given, list | tuple) else []
+    return sizes if all(isinstance(size, int) for size in sizes) else []
+
+
+def slices_of(x: Tensor, index: Any) -> list[tuple[int, int, int]]:
+    """The dimension, the start and the end of each slice in an index that is made of nothing else.
+
+    >>> slices_of(torch.zeros(2, 3, 8), (..., slice(2, -1)))
+    [(2, 2, 7)]
+    """
+    index = index if isinstance(index, tuple) else (index,)
+    if not all(i is Ellipsis or (isinstance(i, slice) and i.step in (None, 1)) for i in index):
+        return []
+    found, here = [], sum(i is Ellipsis for i in index)
+    before = index.index(Ellipsis) if here else len(index)
+    for place, i in enumerate(index):
+        if i is not Ellipsis and (i.start is not None or i.stop is not None):
+            dim = place if place < before else x.dim() - len(index) + place
+            start, stop, _ = i.indices(x.shape[dim])
+            # What the code gave, where it gave it: it may be an attribute.
+            start = i.start if isinstance(i.start, int) and i.start >= 0 else start
+            stop = i.stop if isinstance(i.stop, int) and 0 <= i.stop <= x.shape[dim] else stop
+            found.append((dim, start, stop))
+    return found
 
 
 def with_sizes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: list[int]) -> Any:
     """Calls one of ASKS with other sizes."""
     if func in VIEWS:
         return args[0].reshape(sizes)
+    if func in SLICES:
+        out = args[0]
+        for i, (dim, _, _) in enumerate(slices_of(*args)):
+            out = out.narrow(dim, sizes[2 * i], sizes[2 * i + 1] - sizes[2 * i])
+        return out
+    if func in CREATES:
+        rest = args[1:] if func in (torch.full, torch.zeros, torch.ones, torch.empty) else args[2:]
+        rest = rest if func in (torch.full, Tensor.new_full) else ()
+        kwargs = {name: value for name, value in kwargs.items() if name != "size"}
+        own = args[:1] if func in (Tensor.new_zeros, Tensor.new_ones, Tensor.new_full) else ()
+        return func(*own, sizes, *rest, **kwargs)
     dim = kwargs.get("dim", args[2] if len(args) > 2 else 0)
     whole = not isinstance(kwargs.get("split_size", args[1] if len(args) > 1 else 0), int)
     return args[0].split(sizes if whole else sizes[0], dim)
@@ -220,16 +270,16 @@ def apply_sizes(model: nn.Module, rules: set[SizeRule], calls: dict[Call, SizedC
             narrowed(model.get_submodule(rule.call[0]), rule.call[1], rule.position, value)
 
 
-def set_size(module: nn.Module, name: str, value: int) -> None:
+def set_size(module: nn.Module, name: str, value: float) -> None:
     """Sets an attribute, and keeps that it was set."""
     if getattr(module, name) != value:
         setattr(module, name, value)
         sizes_of(module)[name] = value
 
 
-def sizes_of(module: nn.Module) -> dict[str, int]:
+def sizes_of(module: nn.Module) -> dict[str, Any]:
     """The sizes that a module was given: attributes by their names, those of calls as `call:position`."""
-    found: dict[str, int] = vars(module).setdefault(RECORD, {})
+    found: dict[str, Any] = vars(module).setdefault(RECORD, {})
     return found
 
 
