@@ -53,4 +53,4 @@ def test_a_tiny_character_gpt_goes_through_all_stages_and_resumes(tmp_path):
     half, dense = results["group-hs-0.001-0.5-0"], results["continued-0"]
     assert half["macs"] < 0.8 * dense["macs"] and abs(half["compacted"] - half["last"]) < 1e-4
     again = run("character_gpt.py", *words)
-    assert "step" not in again and again.strip() == first[first.index("| network") :].strip()
+    assert "  step" not in again and again.strip() == first[first.index("| network") :].strip()
