@@ -50,7 +50,7 @@ def measured(times: int) -> dict[str, Any]:
     torch, names = seconds("import torch", TOUCH, times)
     record: dict[str, Any] = {"import torch": torch, "all public names, after that": names}
     record["import deephoyer"] = seconds("import deephoyer", "", times)[0]
-    for line in ("--help", "version", "list"):
+    for line in ("--help", "--version", "list"):
         record[f"deephoyer {line}"] = seconds(command(line), "", times)[0]
     return record
 

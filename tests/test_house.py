@@ -115,7 +115,8 @@ def test_without_the_lab_the_command_says_what_to_install():
 def test_no_two_public_classes_have_the_same_name():
     found = Counter(
         node.name
-        for path in FILES.values()
+        for name, path in FILES.items()
+        if not name.startswith("deephoyer.integrations")  # each has the callback of its host
         for node in ast.parse(path.read_text()).body
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     )

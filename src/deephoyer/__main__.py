@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 
-LAB = ("typer", "rich", "pydantic", "yaml", "matplotlib", "jinja2", "optuna", "torchvision")
+LAB = ("typer", "rich", "pydantic", "yaml", "matplotlib", "jinja2", "optuna", "bokeh", "torchvision")
 
 
 def main() -> None:

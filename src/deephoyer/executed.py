@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from deephoyer.errors import UserError
 from deephoyer.inference import Examples, at_rest, batch_of, call
@@ -84,6 +83,8 @@ class _Counting(TorchDispatchMode):
         kwargs = kwargs or {}
         packet = func._overloadpacket
         formula = FORMULAS.get(packet)
+        from torch.utils.flop_counter import flop_registry  # loads Triton, which not everyone who imports us needs
+
         if formula is None and packet not in flop_registry:
             if func is not torch.ops.prim.device.default:
                 with self:
