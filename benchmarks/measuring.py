@@ -15,7 +15,7 @@ import torch
 
 import deephoyer as dh
 from deephoyer.files import folder_at, write_atomically
-from deephoyer.summary import text_table
+from deephoyer.text_table import text_table
 
 
 def words(about: str | None, device: bool = True) -> argparse.ArgumentParser:

@@ -332,3 +332,15 @@ def test_what_the_loop_gets_wrong_is_told():
         plan.epoch(0.5)
     with pytest.raises(dh.UserError, match="a plan of 1, not 3"):
         Plan(model, X, adam(model), Target(macs=0.5), 3).load_state_dict(plan.state_dict())
+
+
+def test_a_plan_and_its_statistics_print_as_tables():
+    _, plan = run(6)
+    assert "0.3 of the MACs: finetune, 6 of 8" in str(plan) and "effective_density" in str(plan)
+    stats = plan.regularizer.stats()
+    assert "effective density" in str(stats) and stats["0 (coupled)"]["value"] > 0
+    assert stats.flat()["0 (coupled)/value"] == stats["0 (coupled)"]["value"]
+    plan.finish()
+    told = str(plan.report)
+    assert "kept because" in told and "network output" in told and str(plan) == told
+    assert told.count("regularize") >= 2 and "finetune" in told

@@ -223,12 +223,17 @@ class Cutter:
             return chosen
         close = CLOSE if self.target.kind != "latency" else CLOSE_IN_TIME
         best: Cut | None = None
+
+        def misses(real: float) -> tuple[bool, float]:
+            """Too much is worse than too little, by however much."""
+            return real > share * (1 + close), abs(real - share)
+
         for _ in range(TRIES):
             with restored(self.model):
                 self.apply(chosen)
                 real = self.share_of(self.compacted())
             tried = Cut(chosen.keeps, real, chosen.stuck)
-            if best is None or abs(real - share) < abs(best.share - share):
+            if best is None or misses(real) < misses(best.share):
                 best = tried
             if abs(real - share) <= close * share:
                 break

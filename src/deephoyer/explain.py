@@ -17,7 +17,7 @@ from deephoyer.errors import UserError
 from deephoyer.groups import SliceUnit
 from deephoyer.inference import Examples
 from deephoyer.structure import Coupled
-from deephoyer.summary import text_table
+from deephoyer.text_table import text_table
 
 SHARES = (0.25, 0.5, 0.75)
 

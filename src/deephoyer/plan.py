@@ -8,8 +8,9 @@ step) is over, and does the rest through hooks of the optimizer. For more say in
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -27,11 +28,14 @@ from deephoyer.regularizer import Regularizer
 from deephoyer.scores import Loss, Score
 from deephoyer.strength_control import correction
 from deephoyer.targets import Target
+from deephoyer.text_table import text_table
 from deephoyer.weights import unwrap
 from deephoyer.widths import CLOSE
 
 PROBES = 8
 """Optimizer steps whose gradients say how strong the penalty is to begin with."""
+MOST_LINES = 30
+"""Lines of a report's table of epochs before it is shortened."""
 CORRECTIONS = 40
 """How often the strength is corrected, at most, when a plan counts steps."""
 
@@ -150,6 +154,13 @@ class Plan:
         last = max(1, min(last, self.total - 1 if self.total > 1 else 1))
         begin = min(begin, last - 1)
         return [begin + max(1, round((last - begin) * (i + 1) / self.rounds)) for i in range(self.rounds)]
+
+    def __str__(self) -> str:
+        """Where it stands, or the report once it is finished."""
+        if self.report is not None:
+            return str(self.report)
+        cells = [[name, f"{value:.4g}"] for name, value in self.metrics().items()]
+        return text_table(f"{self.target.title()}: {self.stage}, {self.done} of {self.total}", ["", "now"], cells)
 
     @property
     def stage(self) -> str:
@@ -456,16 +467,26 @@ class PlanReport:
             before = "" if self.base is None else f", {self.base:.4f} before the first prune"
             lines.append(f"score:     {self.score:.4f}{before}")
         lines += [f"note:      {note}" for note in self.notes]
-        cells = [
-            ("channels of", "before", "after", ""),
-            *((n, f"{b:,}", f"{a:,}", why) for n, b, a, why in self.widths),
-        ]
-        return "\n".join([*lines, *(_columns(cells) if self.widths else [])])
+        if self.widths:
+            cells = [[name, why, f"{before:,}", f"{after:,}"] for name, before, after, why in self.widths]
+            lines.append(text_table("widths", ["channels of", "kept because", "before", "after"], cells, words=2))
+        if self.history:
+            lines.append(self._epochs())
+        return "\n".join(lines)
 
-
-def _columns(cells: Sequence[Sequence[str]]) -> list[str]:
-    wide = [max(len(row[i]) for row in cells) for i in range(3)]
-    return [f"{n:<{wide[0]}}  {b:>{wide[1]}}  {a:>{wide[2]}}  {why}".rstrip() for n, b, a, why in cells]
+    def _epochs(self) -> str:
+        """What happened when; of many steps or epochs only those at which something changed, and the last."""
+        shown = self.history
+        if len(shown) > MOST_LINES:
+            changes = [b for a, b in pairwise(shown) if a["stage"] != b["stage"] or a["share"] != b["share"]]
+            shown = [self.history[0], *changes, *([] if changes and changes[-1] is shown[-1] else [shown[-1]])]
+        unit = "step" if "step" in shown[0] else "epoch"
+        cells = []
+        for line in shown:
+            strength = ", ".join(f"{s:.3g}" for s in line["strength"].values())
+            score = f"{line['score']:.4f}" if "score" in line else ""
+            cells.append([line["stage"], f"{line[unit]:,}", f"{line['share']:.4f}", strength, score])
+        return text_table("stages", ["stage", unit, "share", "strength", "score"], cells)
 
 
 @torch.no_grad()

@@ -21,6 +21,7 @@ from deephoyer.optimizers import Replaced, bare
 from deephoyer.penalties import PENALTIES, HoyerSquare, Penalty, hoyer_measure, trimming_threshold
 from deephoyer.sharded import reshard
 from deephoyer.terms import Scale, Term
+from deephoyer.text_table import text_table
 from deephoyer.weights import find_weights, left_out, told
 
 WEIGHINGS = ("alike", "size")
@@ -225,12 +226,12 @@ class Regularizer:
         return {kind: not_negative(s(self.steps), f"strength of {kind}") for kind, s in self.schedules.items()}
 
     @torch.no_grad()
-    def stats(self) -> dict[str, dict[str, float]]:
+    def stats(self) -> Stats:
         """For each unit: its penalty's value (without strength), the effective density H_S/n, the Hoyer measure,
         the trimming threshold, and the share of its groups under that. The line `backend` says how many
-        units each backend works on."""
+        units each backend works on. It is a dict of dicts that prints as a table."""
         units = {f"{term.unit.name} ({term.kind})": _unit_stats(term) for term in self.terms}
-        return {"backend": {name: float(n) for name, n in self._backend.shares().items()}, **units}
+        return Stats({"backend": {name: float(n) for name, n in self._backend.shares().items()}, **units})
 
     @torch.no_grad()
     def effective_density(self) -> Tensor:
@@ -255,6 +256,28 @@ class Regularizer:
         self.steps = int(state["steps"])
         self.schedules.update(loaded)
         self._rescale()
+
+
+class Stats(dict[str, dict[str, float]]):
+    """Numbers by unit and name, as a dict of dicts; prints as a table.
+
+    >>> print(Stats({"backend": {"plain": 1.0}, "fc (elements)": {"value": 2.0, "effective_density": 0.5}}))
+    computed by: plain 1
+    unit           value  effective density
+    ───────────────────────────────────────
+    fc (elements)      2                0.5
+    """
+
+    def flat(self) -> dict[str, float]:
+        """One number for each unit and name: `writer.add_scalars("penalty", reg.stats().flat(), step)`."""
+        return {f"{unit}/{name}": value for unit, line in self.items() for name, value in line.items()}
+
+    def __str__(self) -> str:
+        units = {unit: line for unit, line in self.items() if unit != "backend"}
+        names = list(dict.fromkeys(name for line in units.values() for name in line))
+        lines = [[unit, *(f"{line[name]:.4g}" for name in names)] for unit, line in units.items()]
+        shares = ", ".join(f"{name} {n:g}" for name, n in self.get("backend", {}).items())
+        return text_table(f"computed by: {shares}", ["unit", *(name.replace("_", " ") for name in names)], lines)
 
 
 def _schedules(strength: Any, kinds: list[str]) -> dict[str, strengths.Schedule]:

@@ -16,6 +16,7 @@ from deephoyer.counting import LayerCounts, TotalCounts, count, layer_widths
 from deephoyer.errors import UserError
 from deephoyer.inference import Examples, device_of
 from deephoyer.latency import Latency, measure
+from deephoyer.text_table import text_table
 
 WIDE = 130
 """Characters that a table with all columns needs."""
@@ -119,35 +120,6 @@ def _narrow_table(s: Summary) -> str:
     lines = [[r.name or "(model)", f"{r.live_filters} × {r.live_channels}", *_counts(r)[1:], *_macs(r)] for r in s.rows]
     total = ["total", s.layer_widths or "", *_counts(s.total)[1:], *_macs(s.total)]
     return text_table("layers as they stand", titles, lines, total)
-
-
-def text_table(
-    title: str, titles: Sequence[str], lines: Sequence[Sequence[str]], total: Sequence[str] = (), words: int = 1
-) -> str:
-    """Aligned columns under their titles, which may have two lines; the first `words` columns to the left.
-
-    >>> print(text_table("networks", ["layer", "weights"], [["fc1", "1,200"]], ["total", "1,200"]))
-    networks
-    layer  weights
-    ──────────────
-    fc1      1,200
-    ──────────────
-    total    1,200
-    """
-    tall = max(t.count("\n") for t in titles)
-    split = [("\n" * (tall - t.count("\n")) + t).split("\n") for t in titles]
-    head = [list(row) for row in zip(*split, strict=True)]
-    every = [*head, *lines, *([total] if total else [])]
-    widths = [max(len(row[i]) for row in every) for i in range(len(titles))]
-    rule = "─" * (sum(widths) + 2 * (len(widths) - 1))
-
-    def laid(row: Sequence[str]) -> str:
-        cells = (c.ljust(w) if i < words else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
-        return "  ".join(cells).rstrip()
-
-    body = [*map(laid, lines), *([rule, laid(total)] if total else [])]
-    top = [*map(laid, head), rule] if any(titles) else [rule]
-    return "\n".join([title, *top, *body])
 
 
 def _counts(r: LayerCounts | TotalCounts) -> list[str]:
