@@ -1,6 +1,7 @@
-"""Measuring a network on the real test set: the numbers of a record, from nothing but weights.
+"""Measuring a network: on the real test set, from nothing but weights, and on the clock beside the dense one.
 
-Always on the CPU, in float32: a GPU's shorter formats move a few images from right to wrong.
+Accuracy and counts are always taken on the CPU, in float32: a GPU's shorter formats move a few images from right to
+wrong.
 """
 
 from __future__ import annotations
@@ -15,48 +16,44 @@ from torch import Tensor, nn
 
 from deephoyer.counting import count, layer_widths
 from deephoyer.lab import data as datasets
-from deephoyer.lab import models
-from deephoyer.lab.report.record import Compacted, Layer, Measured, Total
-from deephoyer.lab.schema import named
+from deephoyer.lab.report.record import CompactCounts, LayerCounts, Measured, NetworkCounts, Timing
+from deephoyer.lab.schema import Recipe, named
+from deephoyer.latency import Latency
+from deephoyer.latency import measure as measure_latency
 from deephoyer.structure import compact
 
 BATCH = 200  # what a convolution's output of this many images takes fits into a core's cache
 
 
-def build(recipe: Mapping[str, Any]) -> nn.Module:
-    """A fresh network of the recipe's kind."""
-    return models.of(recipe["model"])
-
-
-def measure(model: nn.Module, recipe: Mapping[str, Any], compacted: bool = True) -> Measured:
+def measure(model: nn.Module, recipe: Recipe, compacted: bool = True) -> Measured:
     """How many test images of the recipe's data the network gets right, and what is left of it.
 
     With `compacted`, what is dead is taken out first, and the images are shown to what is left.
     """
-    x, y = _test_set(json.dumps(named(recipe["data"]), sort_keys=True))
+    x, y = _test_set(json.dumps(named(recipe.data), sort_keys=True))
     model = model.float().cpu().eval()
     rows, total = count(model, x[:1])
-    small = compact(model, x[:2], joints=recipe.get("joints", "none")) if compacted else None
+    small = compact(model, x[:2], joints=recipe.joints) if compacted else None
     return Measured(
         right=_right(model if small is None else small, x, y),
         images=len(x),
-        structure=layer_widths(rows),
-        total=Total(
+        layer_widths=layer_widths(rows),
+        total=NetworkCounts(
             weights=total.weights,
             nonzeros=total.nonzeros,
             parameters=total.parameters,
             nonzero_parameters=sum(int(torch.count_nonzero(p)) for p in model.parameters()),
             macs_paper=total.macs_paper or 0,
-            macs_there=total.macs_executed or 0,
+            macs_executed=total.macs_executed or 0,
         ),
         compact=None if small is None else _compacted(small, x[:1]),
-        layers=tuple(Layer(**{field: getattr(row, field) for field in Layer.model_fields}) for row in rows),
+        layers=tuple(LayerCounts(**{key: getattr(row, key) for key in LayerCounts.model_fields}) for row in rows),
     )
 
 
-def _compacted(small: nn.Module, example: Tensor) -> Compacted:
+def _compacted(small: nn.Module, example: Tensor) -> CompactCounts:
     total = count(small, example)[1]
-    return Compacted(macs=total.macs_executed or 0, parameters=total.parameters)
+    return CompactCounts(macs=total.macs_executed or 0, parameters=total.parameters)
 
 
 @torch.inference_mode()
@@ -72,3 +69,27 @@ def _test_set(settings: str) -> tuple[Tensor, Tensor]:
     choice = json.loads(settings)
     found = datasets.load(choice.pop("choice"), **choice)
     return found.floats(found.test_x), found.test_y
+
+
+# Time
+
+
+def timings(summary: Mapping[str, Any], small: nn.Module, dense: nn.Module, example: Tensor) -> tuple[Timing, ...]:
+    """Milliseconds a batch of the compacted and the dense network: from where the run was, and from this CPU."""
+    own, where = summary["compact"], summary["environment"]
+    fast, slow = ([Latency(**item) for item in part["latency"]] for part in (own, own["baseline"]))
+    if where["device"] == own["device"] == "cpu":
+        return _paired("cpu", where["threads"], slow, fast)
+    here = measure_latency([small, dense], example, [item.batch for item in fast])
+    on_cpu = _paired("cpu", torch.get_num_threads(), here[1], here[0])
+    if torch.device(own["device"]).type != where["device"]:  # trained there, but finished and timed elsewhere
+        return on_cpu
+    return _paired(where["device"], where["device_name"], slow, fast) + on_cpu
+
+
+def _paired(device: str, name: str | int, dense: list[Latency], small: list[Latency]) -> tuple[Timing, ...]:
+    name = f"{name} CPU threads" if isinstance(name, int) else name
+    return tuple(
+        Timing(device=device, name=name, batch=d.batch, dense_ms=round(d.median_ms, 4), ms=round(s.median_ms, 4))
+        for d, s in zip(dense, small, strict=True)
+    )

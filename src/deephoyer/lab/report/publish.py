@@ -2,89 +2,132 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import torch
+from torch import nn
 
 from deephoyer.errors import UserError
-from deephoyer.export import save
-from deephoyer.files import folder_at
+from deephoyer.export import load
+from deephoyer.export.network_file import encode
+from deephoyer.lab import models
+from deephoyer.lab.recipe import Command
 from deephoyer.lab.report import record as records
-from deephoyer.lab.report.measure import build, measure
-from deephoyer.lab.report.origin import origin
-from deephoyer.lab.report.record import WEIGHTS, Measured, Record, WeightsFile
-from deephoyer.lab.report.timing import timings
+from deephoyer.lab.report import stored_weights
+from deephoyer.lab.report.measure import measure, timings
+from deephoyer.lab.report.record import Measured, Provenance, Record, WeightsFile
 from deephoyer.lab.runs import checkpoint, find
 from deephoyer.lab.runs.folder import RunFolder
-from deephoyer.lab.schema import STAGES, Recipe
-from deephoyer.lab.train.result import recorded
+from deephoyer.lab.schema import TITLES, Recipe, named
+from deephoyer.lab.train.result import COMPACT, recorded
 
-LINES = 40
-"""A record keeps at most so many lines of metrics."""
 APART = 20
 """The run's own accuracy and ours may differ by so many images of 10,000: a GPU rounds more coarsely."""
+TOLERANCE = 2 / 10_000
+"""The share of test images that may come out otherwise on another machine, or with matrices in half precision."""
 
 
 def publish(
     run: str | Path,
-    place: str | Path,
+    results: str | Path = stored_weights.RESULTS,
     *,
     row: str | None = None,
     tags: Sequence[str] = (),
-    base: str | None = None,
+    notes: Sequence[str] = (),
+    keep_weights: bool = True,
 ) -> Record:
-    """Writes `record.json` and `weights.safetensors` of a finished run into the folder `place`.
+    """Writes the record of a finished run into the folder `results`, and its weights into `results/weights`.
 
-    `row` is the title of its row in the tables, `tags` what it is for (`ablation`, `front`), `base` the
-    recipe it is a variant of, where the nearest one is not meant.
+    `row` is the title of its row in the tables, `tags` what it is for (`best`, `ablation`, `front`). Without
+    `keep_weights` the record has their digest alone.
     """
-    folder, place = RunFolder(run), Path(place)
-    summary, recipe = finished(folder)
-    base, overrides = origin(recipe, base)
-    content = recipe.model_dump(mode="json", exclude_none=True)
-    model = build(content)
+    folder, results = RunFolder(run), Path(results)
+    summary, recipe, words = finished(folder)
+    model = models.of(recipe.model)
     checkpoint.fill(model, folder / recipe.result_file, str(folder.path))
-    measured = measure(model, content, "compact" in summary)
-    _agree(folder, summary, measured)
-    folder_at(place)
-    command = records.command(base, overrides)
-    save(model, place / WEIGHTS, provenance={"command": command, "recipe": content})
-    made = Record(
-        command=command,
-        base=base,
-        overrides=tuple(overrides),
-        row=row,
+    compacted = "compact" in summary
+    measured = measure(model, recipe, compacted)
+    _agree(folder, summary, measured, TITLES[recipe.stages()[-1]])
+    settings = recipe.model_dump(mode="json", exclude_defaults=True)
+    content, measured, matrices = smallest(model, recipe, measured, origin_of(recipe))
+    file, sha256 = (
+        stored_weights.store(content, results) if keep_weights else (None, hashlib.sha256(content).hexdigest())
+    )
+    git = summary["environment"].get("git") or {}
+    record = Record(
+        base=words.base,
+        overrides=words.overrides,
+        row=row or words.base,
         tags=tuple(tags),
         protocol=recipe.epoch_selection,
-        selected=summary["selected"],
-        accuracy=summary["accuracy"],
-        prune_value=summary.get("prune_value"),
+        digest=recipe.digest(),
+        recipe=settings,
         measured=measured,
-        latency=timings(summary, model, content),
-        weights=described(place / WEIGHTS),
+        accuracy=summary["accuracy"],
+        selected=summary["selected"],
+        prune_value=summary.get("prune_value"),
+        latency=_timings(folder, summary, recipe) if compacted else (),
+        weights=WeightsFile(sha256=sha256, bytes=len(content), file=file, matrices=matrices),
         seconds=summary["seconds"],
-        environment=summary["environment"],
-        recipe=content,
-        metrics=tuple(thin(_metrics(folder), summary["selected"])),
+        environment={key: value for key, value in summary["environment"].items() if key != "git"},
+        provenance=Provenance(commit=git.get("commit"), clean=None if not git else not git["changed"]),
+        notes=tuple(notes),
+        metrics=tuple(records.thin(_metrics(folder), summary["selected"])),
     )
-    records.write(made, place)
-    return made
+    path = _free(record, results)
+    records.write(record, path)
+    return record.model_copy(update={"path": path.as_posix()})
 
 
-def name_of(run: str | Path, base: str | None = None) -> str:
-    """The name that a run's record gets: its recipe and overrides, so that no run is published twice."""
-    recipe = finished(RunFolder(run))[1]
-    base, overrides = origin(recipe, base)
-    name = re.sub(r"[_*]+", "_", ",".join(re.sub(r"[^\w.=+*-]", "_", part) for part in (base, *overrides)))
-    if len(name) <= 120:
-        return name
-    return f"{base},{hashlib.sha256(name.encode()).hexdigest()[:8]},seed={recipe.seed}"
+def _free(record: Record, results: Path) -> Path:
+    """Its path in `results`; another one where another run of the same row is there already."""
+    path = results / records.place(record)
+    if path.exists() and records.read(path).digest != record.digest:
+        return results / records.place(record, taken=True)
+    return path
 
 
-def finished(folder: RunFolder) -> tuple[dict[str, Any], Recipe]:
-    """The summary and the recipe of a run that went to its end; any other is refused."""
+def origin_of(recipe: Recipe) -> dict[str, Any]:
+    """What a stored network says of itself: the recipe it was made by, by which others see what it may be used for."""
+    content = recipe.model_dump(mode="json", exclude_defaults=True)
+    return {"recipe": {**content, "epoch_selection": recipe.epoch_selection}, "protocol": recipe.epoch_selection}
+
+
+def smallest(
+    model: nn.Module, recipe: Recipe, measured: Measured, origin: dict[str, Any]
+) -> tuple[bytes, Measured, Literal["float32", "float16"]]:
+    """The network as it is stored, what that measures, and the type of its matrices.
+
+    They are halved where nothing is lost by it: all counts stay, and no more images fall otherwise than another
+    machine's rounding may move.
+    """
+    halved = in_halves(model)
+    if all(bool(p.isfinite().all()) for p in halved.parameters()):
+        stored = measure(copy.deepcopy(halved), recipe, measured.compact is not None)
+        same = measured.model_copy(update={"right": stored.right}) == stored
+        if same and abs(stored.right - measured.right) <= TOLERANCE * stored.images:
+            return encode(halved, {}, origin), stored, "float16"
+    return encode(model, {}, origin), measured, "float32"
+
+
+def in_halves(model: nn.Module) -> nn.Module:
+    """A copy whose matrices are float16; what is not zero stays so, as float16's smallest number where need be."""
+    halved = copy.deepcopy(model)
+    for parameter in halved.parameters():
+        if parameter.dim() > 1:
+            whole, half = parameter.data, parameter.data.to(torch.float16)
+            least = torch.full_like(half, 2.0**-24).copysign(half)
+            parameter.data = torch.where((whole != 0) & (half == 0), least, half)
+    return halved
+
+
+def finished(folder: RunFolder) -> tuple[dict[str, Any], Recipe, Command]:
+    """The summary, the recipe and the words of a run that went to its end; any other is refused."""
     if not folder.path.is_dir():
         raise UserError(f"{folder.path}: there is no such folder.")
     recipe = folder.recipe()
@@ -93,13 +136,19 @@ def finished(folder: RunFolder) -> tuple[dict[str, Any], Recipe]:
     summary = recorded(folder)
     if Recipe.model_validate(summary["recipe"]) != recipe:
         raise UserError(f"{folder.path}: recipe.yaml is not the recipe that summary.json was made by.")
-    _no_files_of_this_machine(folder, recipe.model_dump(mode="json"))
+    words = folder.command()
+    if words is None:
+        raise UserError(
+            f"{folder.path}: does not say which words it was started with (command.json); "
+            "only runs that `deephoyer run` or a search started can be published."
+        )
+    _no_files_of_this_machine(folder, [words.base, *words.overrides, recipe.model_dump(mode="json")])
     _no_test_images_behind(folder, recipe)
-    return summary, recipe
+    return summary, recipe, words
 
 
 def _no_test_images_behind(folder: RunFolder, recipe: Recipe) -> None:
-    """A held-out run may build only on networks that say they were selected on held-out images, too."""
+    """A held-out run may build only on networks that were selected on held-out images, too."""
     if recipe.epoch_selection != "held-out":
         return
     for key, words in recipe.networks():
@@ -112,21 +161,26 @@ def _no_test_images_behind(folder: RunFolder, recipe: Recipe) -> None:
 
 def _no_files_of_this_machine(folder: RunFolder, value: Any) -> None:
     """A path from the root leads nowhere on another machine: nobody could run the command again."""
-    if isinstance(value, str) and re.match(r"/|~|[A-Za-z]:[/\\]", value):
+    if isinstance(value, str) and re.match(r"(\w[\w.]*=)?(/|~|[A-Za-z]:[/\\])", value):
         raise UserError(f"{folder.path}: its recipe names the file {value}, which others don't have.")
-    if isinstance(value, dict | list):
+    if isinstance(value, dict | list | tuple):
         for inner in value.values() if isinstance(value, dict) else value:
             _no_files_of_this_machine(folder, inner)
 
 
-def _agree(folder: RunFolder, summary: dict[str, Any], measured: Measured) -> None:
+def _agree(folder: RunFolder, summary: dict[str, Any], measured: Measured, last: str) -> None:
     """The weights must be those that the run measured."""
     then, now = summary["sparse"]["total"]["nonzeros"], measured.total.nonzeros
     if then != now:
-        raise UserError(f"{folder.path}: summary.json has {then:,} nonzeros, the network {now:,}.")
-    seen = next(reversed(summary["accuracy"].values()))
+        raise UserError(f"{folder.path}: summary.json has {then:,} nonzeros, its network {now:,}.")
+    seen = summary["accuracy"][last]
     if abs(seen - measured.accuracy) * 10_000 > APART:
-        raise UserError(f"{folder.path}: summary.json has accuracy {seen}, the network {measured.accuracy}.")
+        raise UserError(f"{folder.path}: summary.json has accuracy {seen}, its network {measured.accuracy}.")
+
+
+def _timings(folder: RunFolder, summary: dict[str, Any], recipe: Recipe) -> tuple[records.Timing, ...]:
+    example = torch.randn(2, *models.input_shape(named(recipe.model)["choice"]))
+    return timings(summary, load(folder / COMPACT, models.of(recipe.model)), models.of(recipe.model), example)
 
 
 def _metrics(folder: RunFolder) -> list[dict[str, Any]]:
@@ -134,33 +188,3 @@ def _metrics(folder: RunFolder) -> list[dict[str, Any]]:
         return folder.metrics()
     except ValueError as why:
         raise UserError(f"{folder.metrics_path}: is damaged: {why}.") from None
-
-
-def described(path: Path) -> WeightsFile:
-    """Size and digest of a file."""
-    try:
-        content = path.read_bytes()
-    except OSError as why:
-        raise UserError(f"{path}: can't be read: {why.strerror}.") from None
-    return WeightsFile(bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
-
-
-def thin(lines: Sequence[dict[str, Any]], selected: dict[str, int]) -> list[dict[str, Any]]:
-    """At most 40 lines: of each stage the first, the last and the selected one, and others evenly between."""
-    stages = [s for s in STAGES if any(line["stage"] == s for line in lines)]
-    kept = []
-    for stage in stages:
-        own = [line for line in lines if line["stage"] == stage]
-        room = LINES // len(stages) - 1  # one for the selected epoch
-        steps = max(1, min(room, len(own)) - 1)
-        places = {round(i * (len(own) - 1) / steps) for i in range(steps + 1)}
-        kept += [_short(x) for i, x in enumerate(own) if i in places or x["epoch"] == selected.get(stage)]
-    return kept
-
-
-def _short(line: dict[str, Any]) -> dict[str, Any]:
-    return {
-        key: float(f"{value:.5g}") if isinstance(value, float) else value
-        for key, value in line.items()
-        if key != "seconds"
-    }

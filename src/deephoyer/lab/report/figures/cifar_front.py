@@ -11,10 +11,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from deephoyer.lab.report.cifar import KINDS, CifarKind, executed
 from deephoyer.lab.report.figures.style import BLUE, GREY, INK, ORANGE, RED, styled
+from deephoyer.lab.report.literature import PAPER
+from deephoyer.lab.report.paper_tables import TABLES, PaperTable
 from deephoyer.lab.report.record import Record
-from deephoyer.lab.report.rows import is_ablation, rows
 
 Spot = tuple[float, float]
 LEAST, MOST = 91.4, 94.8
@@ -28,41 +28,43 @@ BESIDE = {
     ("DepGraph", 2.13): (5, 6),
     ("DepGraph", 2.57): (6, 4),
     ("C-SGD-5/8", 2.55): (5, -10),
-    ("C-SGD-5/8", 2.56): (-44, 5),
+    ("C-SGD-5/8", 2.56): (2, 6),
     ("LRF", 3.8): (-8, -12),
     ("channel pruning", 2.0): (-70, -9),
     ("AMC", 2.0): (-27, 3),
     ("CNN-FCF-B", 3.44): (-54, 3),
+    ("CHIP", 1.80): (-22, 5),
+    ("CHIP", 2.09): (-8, 6),
 }
 """Where a name would run into another: how far it is moved, in points."""
 
 
 @styled
-def cifar(records: Iterable[Record]) -> Figure:
+def cifar_front(records: Iterable[Record]) -> Figure:
     """A panel a network. Points of ours are means over seeds; lines join what nothing is better than in both."""
     records = list(records)
     figure = Figure(figsize=(11.6, 5.4))
-    for axes, kind in zip(figure.subplots(1, 2).flat, KINDS.values(), strict=True):
-        _others(axes, kind)
-        _ours(axes, kind, records)
-        _finish(axes, kind)
+    for axes, name in zip(figure.subplots(1, 2).flat, ("resnet-56", "resnet-110"), strict=True):
+        _others(axes, TABLES[name])
+        _ours(axes, TABLES[name], records)
+        _finish(axes, TABLES[name].title)
     figure.suptitle("Accuracy against multiply-accumulates on CIFAR-10", fontsize=12)
     drawn = dict(pair[::-1] for axes in figure.axes for pair in zip(*axes.get_legend_handles_labels(), strict=True))
     figure.legend(drawn.values(), drawn, loc="outside lower center", ncols=3)
     return figure
 
 
-def _others(axes: Axes, kind: CifarKind) -> None:
+def _others(axes: Axes, table: PaperTable) -> None:
     papers: list[Spot] = []
     theirs: list[Spot] = []
-    for point in kind.points:
-        if point.number is None or point.number < LEAST:
+    for row in table.reported:
+        if row.percent is None or row.fewer is None or row.percent < LEAST:
             continue
-        spot = (point.fewer, point.number)
-        (papers if point.papers_counting else theirs).append(spot)
-        if not point.papers_counting:
-            move = BESIDE.get((point.method, point.fewer), (5, 3))
-            axes.annotate(point.method, spot, move, textcoords="offset points", fontsize=7.5, color=GREY)
+        spot = (row.fewer, row.percent)
+        (papers if row.source == PAPER else theirs).append(spot)
+        if row.source != PAPER:
+            move = BESIDE.get((row.method, row.fewer), (5, 3))
+            axes.annotate(row.method, spot, move, textcoords="offset points", fontsize=7.5, color=GREY)
     axes.plot(*_columns(theirs), "x", color=GREY, markersize=6, label="reported by others", zorder=2)
     label = "Group-HS, reported by DeepHoyer (its counting)"
     axes.plot(*_columns(papers), "D", color=ORANGE, markersize=5, label=label, zorder=2)
@@ -70,14 +72,14 @@ def _others(axes: Axes, kind: CifarKind) -> None:
     axes.plot(*_columns(front), color=GREY, linewidth=1, linestyle="--", label="front of all reported", zorder=1)
 
 
-def _ours(axes: Axes, kind: CifarKind, records: Sequence[Record]) -> None:
+def _ours(axes: Axes, table: PaperTable, records: Sequence[Record]) -> None:
     for protocol, fill in (("test-best", "full"), ("held-out", "none")):
-        own = [r for r in rows(records, kind) if r.protocol == protocol and not is_ablation(r)]
+        own = [s for s in table.series(records) if s.protocol == protocol and "ablation" not in s.tags]
         for title, colour, marker, count in (
             ("the paper's counting", BLUE, "^", lambda record: record.measured.total.macs_paper),
-            ("physically executed", RED, "o", executed),
+            ("physically executed", RED, "o", lambda record: record.measured.macs_executed),
         ):
-            spots = [(kind.dense / (sum(map(count, r.records)) / len(r.records)), 100 * r.accuracy) for r in own]
+            spots = [(table.dense / s.mean(count), 100 * s.accuracy) for s in own]
             spots = [spot for spot in spots if LEAST <= spot[1] <= MOST]
             if spots:
                 label = f"ours, {title} ({protocol})"
@@ -102,11 +104,11 @@ def _columns(spots: Sequence[Spot]) -> tuple[list[float], list[float]]:
     return [x for x, _ in spots], [y for _, y in spots]
 
 
-def _finish(axes: Axes, kind: CifarKind) -> None:
+def _finish(axes: Axes, title: str) -> None:
     axes.set_xscale("log")
     axes.set_xlim(0.97, 9)
     axes.set_ylim(LEAST, MOST)
     axes.xaxis.set_major_locator(FixedLocator([1, 1.5, 2, 2.5, 3, 4, 5, 6, 8]))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}×"))
-    axes.set(title=kind.title, xlabel="times fewer MACs than the dense network (log scale)", ylabel="test accuracy, %")
+    axes.set(title=title, xlabel="times fewer MACs than the dense network (log scale)", ylabel="test accuracy, %")

@@ -1,0 +1,96 @@
+"""Runs that differ by their seed alone, taken together: mean, spread, best, and the front they stand on."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from deephoyer.lab.recipe import Command
+from deephoyer.lab.report.record import Record
+
+Size = Callable[[Record], int]
+"""What a table counts of a record: nonzeros, or MACs by one of the ways."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """The seeds of one recipe, in order."""
+
+    records: tuple[Record, ...]
+    size_of: Size
+
+    @property
+    def first(self) -> Record:
+        return self.records[0]
+
+    @property
+    def method(self) -> str:
+        return self.first.row
+
+    @property
+    def protocol(self) -> str:
+        return self.first.protocol
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        return self.first.tags
+
+    @property
+    def seeds(self) -> list[int]:
+        return [record.seed for record in self.records]
+
+    @property
+    def words(self) -> str:
+        """What stands after `deephoyer run`, but for the seed."""
+        said = tuple(change for change in self.first.overrides if not change.startswith("seed="))
+        return str(Command(self.first.base, said)).removeprefix("deephoyer run ")
+
+    @cached_property
+    def size(self) -> float:
+        return self.mean(self.size_of)
+
+    @cached_property
+    def accuracy(self) -> float:
+        return statistics.fmean(record.measured.accuracy for record in self.records)
+
+    def mean(self, of: Callable[[Record], float]) -> float:
+        return statistics.fmean(of(record) for record in self.records)
+
+    def spread(self, of: Callable[[Record], float], digits: int = 0) -> str:
+        """Mean ± sample standard deviation, as tables show it."""
+        values = [of(record) for record in self.records]
+        mean = f"{statistics.fmean(values):,.{digits}f}"
+        return f"{mean} ± {statistics.stdev(values):,.{digits}f}" if len(values) > 1 else mean
+
+    def reaching(self, floor: float) -> list[Record]:
+        """The seeds that keep the accuracy which a table asks for."""
+        return [record for record in self.records if record.measured.accuracy >= floor]
+
+    def best(self, floor: float) -> Record:
+        """The smallest of those; where there is none, the most accurate."""
+        reaching = self.reaching(floor)
+        if reaching:
+            return min(reaching, key=lambda r: (self.size_of(r), -r.measured.right, r.seed))
+        return max(self.records, key=lambda r: (r.measured.right, -self.size_of(r), -r.seed))
+
+
+def gather(records: Iterable[Record], size_of: Size) -> list[Series]:
+    """All series, test-best first, as in the paper, and the smallest last."""
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        groups.setdefault(record.digest, []).append(record)
+    found = [Series(tuple(sorted(group, key=lambda r: r.seed)), size_of) for group in groups.values()]
+    return sorted(found, key=lambda s: (s.protocol != "test-best", -s.size, s.words))
+
+
+def on_front(series: Series, others: Sequence[Series]) -> bool:
+    """Whether no other one of the same protocol is as small and as accurate, and better in one of both."""
+    rivals = [other for other in others if other.protocol == series.protocol]
+    return not any(
+        r.size <= series.size
+        and r.accuracy >= series.accuracy
+        and (r.size, r.accuracy) != (series.size, series.accuracy)
+        for r in rivals
+    )
