@@ -15,7 +15,15 @@ from pathlib import Path
 import torch
 
 HERE = Path(__file__).resolve().parent
-BENCHMARKS = ("regularizer.py --check", "training_step.py", "epochs.py --together 2", "compaction.py", "imports.py")
+BENCHMARKS = (
+    "regularizer.py --check",
+    "training_step.py",
+    "epochs.py --together 2",
+    "compaction.py",
+    "imports.py",
+    "input_pipeline.py",
+    ",
+)
 
 
 def run(*words: str) -> tuple[int, str]:

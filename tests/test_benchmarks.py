@@ -7,6 +7,7 @@ import pytest
 
 import epochs
 import imports
+import input_pipeline
 import regularizer
 import training_step
 from deephoyer.errors import UserError
@@ -71,3 +72,12 @@ def test_a_network_that_learned_noise_is_not_pruned():
 def test_importing_is_compared_with_torch(monkeypatch, capsys):
     out = said(imports, monkeypatch, capsys, "--brief")
     assert "all public names, after that" in out and "deephoyer list" in out
+
+
+def test_reading_images_is_compared_with_training_on_them(monkeypatch, capsys, tmp_path):
+    words = ("--device", "cpu", "--brief", "--model", "resnet-20", "--workers", "1", "--out", str(tmp_path / "it.json"))
+    out = said(input_pipeline, monkeypatch, capsys, *words)
+    assert "training on what is read reaches" in out and "1 workers" in out
+    record = json.loads((tmp_path / "it.json").read_text())
+    assert set(record["rates"]) == {"reading alone", "training alone", "training on what is read"}
+    assert all(rate > 0 for rate in record["rates"].values())

@@ -1,0 +1,158 @@
+"""Images a second from JPEG files to a trained network, against the same training step on images already on the device.
+
+    python benchmarks/input_pipeline.py --device cuda --workers 16 --out results/bench/input-cuda.json
+
+The files are made for it: 500 × 375 pixels, about 110 kB, as ImageNet's usually are; a few dozen different ones under
+many names, so that they come from memory and not from the disk. Three rates: reading alone (workers decode, crop, flip
+and hand over), training alone (one batch that lies on the device, again and again), and training on what is read. Where
+the last is far below the second, the first says whether reading bounds it.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from deephoyer.lab import models
+from deephoyer.lab.data.streaming import Streaming, default_workers, folder
+from deephoyer.lab.schema import Recipe
+from deephoyer.lab.train.batches import Batch, Streamed
+from deephoyer.lab.train.objective import Objective
+from deephoyer.lab.train.optim import make_optimizer
+from deephoyer.lab.train.step import PlainStep
+from measuring import machine, show, words, write
+
+CLASSES, DIFFERENT, QUALITY = 10, 40, 87
+
+
+def make_files(root: Path, count: int) -> int:
+    """So many training images in class folders, most of them the same file by another name; gives their mean size."""
+    random = np.random.default_rng(0)
+    different: list[Path] = []
+    for i in range(count):
+        place = root / "train" / f"{i % CLASSES:04d}" / f"{i:06d}.jpg"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        if len(different) < DIFFERENT:
+            coarse = Image.fromarray(random.integers(0, 255, (94, 125, 3), dtype=np.uint8)).resize((500, 375))
+            pixels = np.asarray(coarse).astype(int) + random.integers(-25, 25, (375, 500, 3))
+            Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(place, quality=QUALITY)
+            different.append(place)
+        else:
+            os.link(different[i % DIFFERENT], place)
+    for name in range(CLASSES):
+        place = root / "val" / f"{name:04d}"
+        place.mkdir(parents=True)
+        os.link(different[name % len(different)], place / "0.jpg")
+    return sum(path.stat().st_size for path in different) // len(different)
+
+
+def recipe(model: str, device: str, batch: int, compiled: bool) -> Recipe:
+    fast = {"precision": "bfloat16", "channels_last": True} if device == "cuda" else {}
+    stage = {"epochs": 1, "optimizer": "sgd", "lr": 0.01, "weight_decay": 1e-4}
+    content = {"model": {"name": model, "classes": CLASSES}, "data": "folder", "batch_size": batch, "pretrain": stage}
+    return Recipe.model_validate(content | fast | {"compile": "blocks" if compiled else "off"})
+
+
+def endless(source: Streaming, batch: int) -> Iterator[Batch]:
+    """Batches of one epoch after the other."""
+    epoch = 0
+    while True:
+        drawn = Streamed(source, torch.arange(source.count("train")), batch, seed=epoch)
+        yield from drawn.steps(range(len(drawn)))
+        epoch += 1
+
+
+def rate(call: Any, batch: int, device: torch.device, seconds: float, warm_up: int) -> float:
+    """Images a second of calls that take a batch each, after some to warm up."""
+    for _ in range(warm_up):
+        call()
+    _wait(device)
+    began, done = time.perf_counter(), 0
+    while time.perf_counter() - began < seconds or done < 2:
+        call()
+        done += 1
+        if done % 10 == 0:
+            _wait(device)
+    _wait(device)
+    return done * batch / (time.perf_counter() - began)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def measured(model: str, size: int, batch: int, workers: int, device: str, seconds: float, images: int, compiled: bool):
+    """The three rates, in images a second."""
+    place = torch.device(device)
+    with tempfile.TemporaryDirectory() as root:
+        file_size = make_files(Path(root), images)
+        source = folder(root, size, workers=workers).to(place)
+        job = recipe(model, device, batch, compiled)
+        network = models.of(job.model).to(place)
+        if job.channels_last:
+            network = network.to(memory_format=torch.channels_last)
+        assert job.pretrain is not None
+        step = PlainStep(
+            Objective(network, source, job), make_optimizer(job.pretrain, network.parameters()), None, place
+        )
+        reading = endless(source, batch)
+        ready = next(reading)
+        warm_up = 10 if device == "cuda" else 1
+        found = {
+            "reading alone": rate(lambda: next(reading), batch, place, seconds, workers),
+            "training alone": rate(lambda: step._once(ready), batch, place, seconds, warm_up),
+            "training on what is read": rate(lambda: step._once(next(reading)), batch, place, seconds, workers),
+        }
+        reading.close()
+    return found, file_size
+
+
+def main() -> None:
+    parser = words(__doc__)
+    parser.add_argument("--model", default="resnet-50")
+    parser.add_argument("--size", type=int, default=224)
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--workers", type=int, default=default_workers())
+    parser.add_argument("--images", type=int, default=20_000, help="files to make")
+    parser.add_argument("--compile", action="store_true", help="the network's repeated blocks are compiled")
+    chosen = parser.parse_args()
+    if chosen.brief:
+        chosen.images, chosen.batch = min(chosen.images, 64), min(chosen.batch, 4)
+        chosen.size = min(chosen.size, 64)
+    seconds = 0.2 if chosen.brief else 30.0
+    found, file_size = measured(
+        chosen.model, chosen.size, chosen.batch, chosen.workers, chosen.device, seconds, chosen.images, chosen.compile
+    )
+    alone, both = found["training alone"], found["training on what is read"]
+    bound = "reading" if found["reading alone"] < 1.1 * alone else "neither reading nor training alone"
+    notes = [
+        f"training on what is read reaches {both / alone:.0%} of training alone"
+        + ("" if both >= 0.85 * alone else f"; bounded by {bound}"),
+        f"{chosen.model}, {chosen.size} px, batch {chosen.batch}, {chosen.workers} workers, "
+        f"files of {file_size:,} bytes",
+    ]
+    titles = ["", "images a second", "÷ training alone"]
+    table = [titles, *([name, f"{value:,.0f}", f"{value / alone:.2f}"] for name, value in found.items())]
+    show("from files to a trained network", table, notes)
+    write(
+        chosen.out,
+        {
+            "machine": machine(chosen.device),
+            "rates": found,
+            "ratio": both / alone,
+            "settings": {k: v for k, v in vars(chosen).items() if k != "out"},
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()
