@@ -22,7 +22,6 @@ BENCHMARKS = (
     "compaction.py",
     "imports.py",
     "input_pipeline.py",
-    ",
 )
 
 
