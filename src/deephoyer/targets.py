@@ -219,12 +219,13 @@ def density(model: nn.Module, share: float) -> Goal:
 
 def live(model: nn.Module, examples: Examples, share: float) -> Goal:
     """As `density`, once the weights are gone that carry nothing of the input to an output (`structure.tidy`)."""
-    return Goal("the share of the weights left, idle ones gone", lambda: _live(model, examples), share)
+    graph = Coupled(model, examples)
+    return Goal("the share of the weights left, idle ones gone", lambda: _live(model, examples, graph), share)
 
 
-def _live(model: nn.Module, examples: Examples) -> float:
+def _live(model: nn.Module, examples: Examples, graph: Coupled) -> float:
     try:
-        return count(tidy(model, examples))[1].density
+        return count(tidy(model, examples, groups=graph))[1].density
     except UserError:  # nothing of the input reaches an output any more
         return 0.0
 

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from deephoyer import __version__
 from deephoyer.errors import UserError, unknown
-from deephoyer.lab import search_commands
+from deephoyer.lab import comparison_commands, search_commands
 from deephoyer.lab.processes import end_with_parent, is_member
 from deephoyer.lab.report import commands, page_commands
 
@@ -281,6 +281,7 @@ def evaluate(
 for _command in (
     search_commands.sweep,
     search_commands.search,
+    comparison_commands.compare,
     page_commands.report,
     page_commands.explain,
     commands.publish,

@@ -34,12 +34,12 @@ def sweep(
 
     changes = overrides or []
     team = sweeps.members(recipe, changes, grid or [], folder)
-    with _told_when_interrupted(), _live() as live:
-        sweeps.run_all(recipe, changes, team, jobs or sweeps.default_jobs(), live, mps=mps, say=_say)
+    with told_when_interrupted(), live_table() as live:
+        sweeps.run_all(recipe, changes, team, jobs or sweeps.default_jobs(), live, mps=mps, say=say)
     out.print(sweeps.result_table(team), highlight=False)
     failed = [m for m in team if m.status != 0]
     if failed:
-        _say(f"{len(failed)} of {len(team)} runs failed; the first: {failed[0].folder / 'log.txt'}")
+        say(f"{len(failed)} of {len(team)} runs failed; the first: {failed[0].folder / 'log.txt'}")
         raise typer.Exit(1)
 
 
@@ -77,11 +77,11 @@ def search(
     place = folder or searches.study_folder(recipe, changes, Path("runs"))
     study = searches.Search(recipe, changes, axes, aims, trials, place, storage, seed, silent_after)
     out.print(f"in {place}: {study.done()} of {trials} trials are done", highlight=False)
-    with _told_when_interrupted(), _live() as live:
+    with told_when_interrupted(), live_table() as live:
         at_once = jobs or sweeps.default_jobs()
         device = study.device()
         show = None if live is None else lambda busy: live.update(sweeps.progress_table(busy))
-        sweeps.run_queue(recipe, changes, study, at_once, [device] * at_once, show=show, mps=mps, say=_say)
+        sweeps.run_queue(recipe, changes, study, at_once, [device] * at_once, show=show, mps=mps, say=say)
     _show(study, place)
 
 
@@ -97,7 +97,7 @@ def _show(study: Any, place: Path) -> None:
         table.add_row("●" if best else "", *(f"{value:,.6g}" for value in values), " ".join(chosen))
     out.print(table, highlight=False)
     for chosen, why in study.failures():
-        _say(f"failed: {' '.join(chosen)}: {why}")
+        say(f"failed: {' '.join(chosen)}: {why}")
     if len(study.aims) == 2 and rows:
         from deephoyer.lab.report.figures.style import save
         from deephoyer.lab.report.figures.trials import trials
@@ -107,7 +107,7 @@ def _show(study: Any, place: Path) -> None:
 
 
 @contextmanager
-def _live() -> Iterator[Any]:
+def live_table() -> Iterator[Any]:
     """A table that is kept up to date, on a terminal."""
     if not out.is_terminal:
         yield None
@@ -119,13 +119,13 @@ def _live() -> Iterator[Any]:
 
 
 @contextmanager
-def _told_when_interrupted() -> Iterator[None]:
+def told_when_interrupted() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        _say("interrupted. The same command goes on from the last checkpoints.")
+        say("interrupted. The same command goes on from the last checkpoints.")
         raise typer.Exit(130) from None
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
     errors.print(f"deephoyer: {text}", highlight=False, markup=False)

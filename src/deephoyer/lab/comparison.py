@@ -1,0 +1,365 @@
+"""One protocol for many methods: the same dense start, the same epochs, as many settings each, held-out images choose.
+
+A comparison is a YAML file (`comparisons/`): a recipe, three sizes, and a list of methods with a setting to search. For
+each method and size the setting with the best mean held-out accuracy over a few seeds is chosen; a grid whose best lies
+at its end goes on there. The chosen setting then gets fresh seeds, and their test accuracy is what is compared. Every
+run is an ordinary one in `runs/`, so that the same command goes on where it was stopped; a network that was trained
+without knowing the size serves all sizes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shlex
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from deephoyer.errors import UserError, unknown
+from deephoyer.lab import recipe as recipes
+from deephoyer.lab.processes import Member
+from deephoyer.lab.runs.find import RUNS
+from deephoyer.lab.schema import Recipe
+from deephoyer.lab.search import MEASURES
+
+FOLDER = Path(__file__).parent / "comparisons"
+FORMAT = "deephoyer-comparison-1"
+EXTENSIONS = 3
+"""How many values a grid may grow by at an end where its best lies."""
+TOLERANCE = 0.01
+"""How far from the size asked for a network may be, as a share of it."""
+
+
+class Entry(BaseModel):
+    """A method: the words that choose it, and the word with the setting that is searched."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    words: tuple[str, ...] = ()
+    vary: str
+    """One word with VALUE in it."""
+    values: tuple[float, ...] = Field(min_length=2)
+    way: Literal["train", "cut", "scratch"] = "train"
+    """Trained and cut; cut at once, with all epochs for finetuning; or pruned before it is trained from scratch."""
+    each_size: bool = False
+    """Whether it must know the size while it trains: then nothing is shared between sizes."""
+    least: float | None = None
+    most: float | None = None
+    """Where a grid that goes on has to stop."""
+
+    @model_validator(mode="after")
+    def _can_be_searched(self) -> Entry:
+        if "VALUE" not in self.vary:
+            raise UserError(f"vary: {self.vary!r} has no VALUE in it, like regularize.strength=VALUE.")
+        if list(self.values) != sorted(set(self.values)) or self.values[0] <= 0:
+            raise UserError(f"values: {list(self.values)} must rise, and be above 0.")
+        return self
+
+    def word(self, value: float) -> str:
+        return self.vary.replace("VALUE", f"{value:g}")
+
+    def beyond(self, values: Sequence[float], end: int) -> float | None:
+        """The next value of a grid after its first (end 0) or last (end −1), a factor on; None where there is none."""
+        ratio = values[-1] / values[-2] if end else values[0] / values[1]
+        following = float(f"{values[end] * ratio:.2g}")
+        if all(value == int(value) for value in self.values):
+            following = float(max(1, round(following)))
+        inside = (self.least or 0) <= following and (self.most is None or following <= self.most)
+        return following if inside and following not in values else None
+
+
+class Protocol(BaseModel):
+    """What a comparison's file says."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    about: str
+    base: str
+    """The recipe that all runs are made from; its epochs are everybody's."""
+    target: Literal["live", "macs"]
+    sizes: tuple[float, ...] = Field(min_length=1)
+    choose: int = Field(default=3, ge=1)
+    """Seeds to choose by: 0, 1, …"""
+    final: int = Field(default=10, ge=1)
+    """Seeds of the chosen settings: those that follow."""
+    methods: dict[str, Entry]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One network to be measured."""
+
+    method: str
+    value: float
+    seed: int
+    size: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a job. `seconds` are the method's training and finetuning; dense training is not counted."""
+
+    method: str
+    value: float
+    seed: int
+    size: float
+    share: float
+    held_out: float
+    accuracy: float
+    seconds: float
+    command: str
+    commit: str | None
+    device: str | None
+
+    @property
+    def met(self) -> bool:
+        return abs(self.share / self.size - 1) <= TOLERANCE
+
+
+def names() -> list[str]:
+    """The comparisons that come with the package."""
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def read(name: str) -> Protocol:
+    """The comparison of that name, or of a file."""
+    path = Path(name) if Path(name).suffix in (".yaml", ".yml") else FOLDER / f"{name}.yaml"
+    if path.parent == FOLDER and name not in names():
+        raise unknown("comparison", name, names())
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return Protocol.model_validate(content)
+    except (OSError, yaml.YAMLError) as why:
+        raise UserError(f"comparison {name}: can't be read: {why}.") from None
+    except ValidationError as why:
+        first = why.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise UserError(f"comparison {name}: {place}: {first.get('ctx', {}).get('error') or first['msg']}") from None
+
+
+class Comparison:
+    """A queue of runs for `processes.conduct`: what is needed follows from what is there."""
+
+    def __init__(self, name: str, overrides: Sequence[str] = (), only: Sequence[str] = ()):
+        self.name, self.protocol, self.overrides = Path(name).stem, read(name), tuple(overrides)
+        for method in only:
+            if method not in self.protocol.methods:
+                raise unknown("method of this comparison", method, self.protocol.methods)
+        self.methods = {n: e for n, e in self.protocol.methods.items() if not only or n in only}
+        base = self._read(())
+        if not (base.pretrain and base.regularize and base.prune and base.finetune):
+            raise UserError(f"comparison {name}: {self.protocol.base} must have all four stages.")
+        self.dense_epochs = base.pretrain.epochs
+        self.epochs = base.regularize.epochs + base.finetune.epochs
+        self.device = base.device
+        for method, entry in self.methods.items():  # a slip shows before anything starts
+            for words in self.chain(Job(method, entry.values[0], 0, self.protocol.sizes[0])):
+                self._read(words)
+        self._busy: set[Path] = set()
+        self._failed: dict[Path, str] = {}
+        self._outcomes: dict[Job, Outcome] = {}
+
+    # Which runs there are
+
+    def _read(self, words: Sequence[str]) -> Recipe:
+        return recipes.read(self.protocol.base, (*self.overrides, *words))
+
+    def _from(self, words: tuple[str, ...]) -> str:
+        """The override that starts a run from the network that these words make."""
+        return f"start={json.dumps(shlex.join([self.protocol.base, *sorted((*self.overrides, *words))]))}"
+
+    def chain(self, job: Job) -> list[tuple[str, ...]]:
+        """The overrides of the runs that a job takes, one after another; the last is its own."""
+        entry, seed = self.methods[job.method], f"seed={job.seed}"
+        target = f"prune.target={{{self.protocol.target}: {job.size:g}}}"
+        setting = entry.word(job.value)
+        if entry.way == "scratch":
+            epochs = f"pretrain.epochs={self.dense_epochs + self.epochs}"
+            return [(*entry.words, setting, epochs, "regularize=null", "finetune=null", target, seed)]
+        dense = ("regularize=null", "prune=null", "finetune=null", seed)
+        if entry.way == "cut":
+            epochs = f"finetune.epochs={self.epochs}"
+            words = (*entry.words, setting, epochs, "pretrain=null", "regularize=null", target, seed)
+            return [dense, (*words, self._from(dense))]
+        if entry.each_size:
+            return [dense, (*entry.words, setting, "pretrain=null", target, seed, self._from(dense))]
+        training = [w for w in (*entry.words, setting) if not w.startswith("prune")]
+        pruning = [w for w in (*entry.words, setting) if not w.startswith("regularize")]
+        trained = (*training, "pretrain=null", "prune=null", "finetune=null", seed, self._from(dense))
+        return [dense, trained, (*pruning, "pretrain=null", "regularize=null", target, seed, self._from(trained))]
+
+    def folder(self, words: tuple[str, ...]) -> Path:
+        """A run's folder, by its words alone: thousands of recipes would have to be read for their identities."""
+        every = shlex.join([self.protocol.base, *sorted((*self.overrides, *words))])
+        seed = next(word.partition("=")[2] for word in words if word.startswith("seed="))
+        return RUNS / f"compare-{self.name}-{hashlib.sha256(every.encode()).hexdigest()[:10]}-s{seed}"
+
+    def values(self, method: str, size: float) -> list[float]:
+        """A method's grid, gone on with where its best lies at an end."""
+        entry = self.methods[method]
+        values = list(entry.values)
+        for _ in range(EXTENSIONS):
+            if not all(self._settled(job) for job in self._choosing(method, values, size)):
+                break
+            best = self._best(method, values, size)
+            end = None if best is None else 0 if best == values[0] else -1 if best == values[-1] else None
+            following = None if end is None else entry.beyond(values, end)
+            if following is None:
+                break
+            values.insert(0 if end == 0 else len(values), following)
+        return values
+
+    def _choosing(self, method: str, values: Sequence[float], size: float) -> Iterator[Job]:
+        return (Job(method, value, seed, size) for value in values for seed in range(self.protocol.choose))
+
+    def _best(self, method: str, values: Sequence[float], size: float) -> float | None:
+        """The value with the best mean held-out accuracy, of those at which every seed came through."""
+        means: dict[float, float] = {}
+        for value in values:
+            found = [self.outcome(job) for job in self._choosing(method, [value], size)]
+            if all(found):
+                means[value] = statistics.fmean(one.held_out for one in found if one is not None)
+        return max(means, key=lambda value: means[value]) if means else None
+
+    def chosen(self, method: str, size: float) -> float | None:
+        """The setting that gets fresh seeds; None while it is not known, or where no setting can be pruned that far."""
+        values = self.values(method, size)
+        if not all(self._settled(job) for job in self._choosing(method, values, size)):
+            return None
+        return self._best(method, values, size)
+
+    def jobs(self) -> Iterator[Job]:
+        """All that is wanted by now; more when settings have been chosen."""
+        for method in self.methods:
+            grids = {size: self.values(method, size) for size in self.protocol.sizes}
+            for value in sorted({value for grid in grids.values() for value in grid}):
+                for seed in range(self.protocol.choose):
+                    yield from (Job(method, value, seed, size) for size, grid in grids.items() if value in grid)
+        first = self.protocol.choose
+        for method in self.methods:
+            picks = {size: self.chosen(method, size) for size in self.protocol.sizes}
+            for seed in range(first, first + self.protocol.final):
+                yield from (Job(method, v, seed, size) for size, v in picks.items() if v is not None)
+
+    # What came of them
+
+    def outcome(self, job: Job) -> Outcome | None:
+        if job not in self._outcomes:
+            chain = self.chain(job)
+            if all((self.folder(words) / "summary.json").exists() for words in chain):
+                self._outcomes[job] = self._measured(job, chain)
+        return self._outcomes.get(job)
+
+    def _measured(self, job: Job, chain: list[tuple[str, ...]]) -> Outcome:
+        summaries = [_json(self.folder(words) / "summary.json") for words in chain]
+        last, total = summaries[-1], summaries[-1]["sparse"]["total"]
+        if self.protocol.target == "live":
+            share = total["nonzeros"] / total["weights"]
+        else:
+            share = MEASURES["macs"](self.folder(chain[-1]), last) / total["macs_executed"]
+        own = summaries if len(chain) == 1 else summaries[1:]
+        environment = last.get("environment", {})
+        return Outcome(
+            **asdict(job),
+            share=share,
+            held_out=MEASURES["accuracy"](self.folder(chain[-1]), last),
+            accuracy=next(reversed(last["accuracy"].values())),
+            seconds=round(sum(sum(s["seconds"].values()) for s in own), 1),
+            command=str(recipes.Command(self.protocol.base, (*self.overrides, *chain[-1]))),
+            commit=(environment.get("git") or {}).get("commit"),
+            device=environment.get("device_name"),
+        )
+
+    def failure(self, job: Job) -> str | None:
+        """Why a job can't be done: what the run said that failed on the way to it."""
+        return next((self._failed[f] for f in map(self.folder, self.chain(job)) if f in self._failed), None)
+
+    def _settled(self, job: Job) -> bool:
+        return self.outcome(job) is not None or self.failure(job) is not None
+
+    def content(self) -> dict[str, Any]:
+        """What a results file keeps: every outcome, those that chose and the final ones, and what failed."""
+        wanted = list(self.jobs())
+        found = [asdict(one) for job in wanted if (one := self.outcome(job)) is not None]
+        failed = [{**asdict(job), "why": why} for job in wanted if (why := self.failure(job)) is not None]
+        chosen = [
+            {"method": method, "size": size, "value": value}
+            for method in self.methods
+            for size in self.protocol.sizes
+            if (value := self.chosen(method, size)) is not None
+        ]
+        return {"format": FORMAT, "name": self.name, "chosen": chosen, "outcomes": found, "failed": failed}
+
+    # The queue
+
+    def next(self) -> Member | None:
+        for job in self.jobs():
+            if self._settled(job):
+                continue
+            for words in self.chain(job):
+                folder = self.folder(words)
+                if (folder / "summary.json").exists():
+                    continue
+                if folder not in self._busy:
+                    self._busy.add(folder)
+                    return Member(list(words), folder)
+                break
+        return None
+
+    def open(self) -> bool:
+        return any(not self._settled(job) for job in self.jobs())
+
+    def ended(self, member: Member) -> None:
+        self._busy.discard(member.folder)
+        if member.result() is None:
+            self._failed[member.folder] = member.log_tail()
+
+    def interrupted(self, member: Member) -> None:
+        self._busy.discard(member.folder)
+
+    def tick(self, busy: Sequence[Member]) -> None:
+        pass
+
+
+def _json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+# Which of two is better
+
+
+def sign_flips(differences: Sequence[float]) -> float:
+    """The exact two-sided p of a paired permutation test: how often chance alone makes a mean that far from 0.
+
+    >>> sign_flips([1.0, 2.0, 1.5, 0.5, 1.0])
+    0.0625
+    """
+    count = len(differences)
+    if not 1 <= count <= 20:
+        raise UserError(f"a paired test goes with 1 to 20 seeds, not {count}.")
+    observed = abs(sum(differences)) * (1 - 1e-12)
+    extreme = 0
+    for signs in range(2**count):
+        total = sum(-d if signs >> i & 1 else d for i, d in enumerate(differences))
+        extreme += abs(total) >= observed
+    return extreme / 2**count
+
+
+def holm(p_values: Mapping[str, float]) -> dict[str, float]:
+    """Holm's correction for as many tests as there are: the chance of even one false difference stays under the level.
+
+    >>> holm({"a": 0.01, "b": 0.04})
+    {'a': 0.02, 'b': 0.04}
+    """
+    adjusted: dict[str, float] = {}
+    least = 0.0
+    for rank, name in enumerate(sorted(p_values, key=lambda n: p_values[n])):
+        least = max(least, min(1.0, (len(p_values) - rank) * p_values[name]))
+        adjusted[name] = least
+    return adjusted

@@ -1,0 +1,103 @@
+"""The command `deephoyer compare`. The protocol is in `comparison.py`, the page in `report/methods_page.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from deephoyer.lab.search_commands import Jobs, Mps, live_table, out, say, told_when_interrupted
+
+DOCS = Path("docs")
+
+
+def compare(
+    name: Annotated[
+        str, typer.Argument(help="a comparison's name, or a YAML file of your own; `all` for the page alone")
+    ],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help="for every run")] = None,
+    only: Annotated[list[str] | None, typer.Option("--only", help="a method of it; may be repeated")] = None,
+    jobs: Jobs = 0,
+    mps: Mps = True,
+    plan: Annotated[bool, typer.Option("--plan", help="say how many runs there are, and run none")] = False,
+    write: Annotated[
+        bool, typer.Option("--write", help="keep what came out in results/methods, and write docs/methods.md")
+    ] = False,
+) -> None:
+    """Compares methods by one protocol: same start, epochs, number of settings, sizes. The same command goes on."""
+    from deephoyer.lab import sweep as sweeps
+    from deephoyer.lab.comparison import Comparison
+
+    if name == "all":
+        _write_page()
+        return
+    found = Comparison(name, overrides or [], only or [])
+    wanted = list(found.jobs())
+    runs = {found.folder(words) for job in wanted for words in found.chain(job)}
+    done = sum((folder / "summary.json").exists() for folder in runs)
+    later = len(found.methods) * len(found.protocol.sizes) * found.protocol.final
+    out.print(f"{done} of {len(runs)} runs are done; up to {later} more networks follow for the chosen settings")
+    if not plan:
+        with told_when_interrupted(), live_table() as shown:
+            at_once = jobs or sweeps.default_jobs()
+            show = None if shown is None else lambda busy: shown.update(sweeps.progress_table(busy))
+            devices = [found.device] * at_once
+            base = found.protocol.base
+            sweeps.run_queue(base, found.overrides, found, at_once, devices, show=show, mps=mps, say=say)
+    out.print(_table(found), highlight=False)
+    if write:
+        from deephoyer.lab.report import methods_page
+
+        out.print(f"kept in {methods_page.write(found)}", highlight=False)
+        _draw(found.name)
+        _write_page()
+
+
+def _table(found: object) -> Table:
+    """What has come out so far: a row for each method and size."""
+    from deephoyer.lab.comparison import Comparison, Job
+
+    assert isinstance(found, Comparison)
+    table = Table(title=found.protocol.about, title_justify="left")
+    for title in ("method", "size", "chosen", "seeds", "test accuracy", "left"):
+        table.add_column(title, justify="left" if title == "method" else "right")
+    first = found.protocol.choose
+    for method in found.methods:
+        for size in found.protocol.sizes:
+            value = found.chosen(method, size)
+            seeds = range(first, first + found.protocol.final)
+            every = [found.outcome(Job(method, value, s, size)) for s in seeds] if value is not None else []
+            there = [one for one in every if one is not None]
+            accuracy = f"{100 * sum(o.accuracy for o in there) / len(there):.2f} %" if there else ""
+            left = f"{100 * sum(o.share for o in there) / len(there):.3g} %" if there else ""
+            chosen = "" if value is None else f"{value:g}"
+            table.add_row(method, f"{100 * size:g} %", chosen, str(len(there)), accuracy, left)
+    return table
+
+
+def _draw(name: str) -> None:
+    from deephoyer.lab import comparison
+    from deephoyer.lab.report import methods_page
+    from deephoyer.lab.report.figures.methods import every_seed
+    from deephoyer.lab.report.figures.style import save
+
+    if name not in comparison.names():
+        return
+    protocol, content = comparison.read(name), methods_page.read(name)
+    sizes = {
+        size: {m: [100 * o.accuracy for o in methods_page.finals(protocol, content, m, size)] for m in protocol.methods}
+        for size in protocol.sizes
+    }
+    if any(found for rows in sizes.values() for found in rows.values()):
+        save(every_seed(protocol.about, sizes), DOCS / "figures", f"methods-{name}")
+
+
+def _write_page() -> None:
+    from deephoyer.files import folder_at, write_atomically
+    from deephoyer.lab.report import methods_page
+
+    path = folder_at(DOCS) / "methods.md"
+    write_atomically(path, methods_page.page(figures=DOCS / "figures").encode())
+    out.print(f"wrote {path}", highlight=False)

@@ -1,0 +1,178 @@
+"""The page of the methods (`docs/methods.md`), from the results files of comparisons; rows without results say so.
+
+The numbers come from `comparison.py`, through `results/methods/*.json`; nothing is typed here.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from deephoyer.errors import UserError
+from deephoyer.files import folder_at, write_atomically
+from deephoyer.lab import comparison
+from deephoyer.lab.comparison import FORMAT, Comparison, Outcome, Protocol, holm, sign_flips
+
+RESULTS = Path("results") / "methods"
+LEVEL = 0.05
+NOT_RUN = "not run yet"
+
+
+def write(found: Comparison) -> Path:
+    """Keeps what a comparison came to."""
+    path = folder_at(RESULTS) / f"{found.name}.json"
+    write_atomically(path, (json.dumps(found.content(), indent=1) + "\n").encode())
+    return path
+
+
+def read(name: str, results: Path = RESULTS) -> dict[str, Any] | None:
+    """What a comparison came to; None where it was not run."""
+    path = results / f"{name}.json"
+    if not path.exists():
+        return None
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    if content.get("format") != FORMAT:
+        raise UserError(f"{path}: is not a comparison that this deephoyer wrote.")
+    return content
+
+
+def page(results: Path = RESULTS, figures: Path | None = None) -> str:
+    """The whole page, as Markdown."""
+    parts = [INTRODUCTION]
+    for name in comparison.names():
+        protocol, content = comparison.read(name), read(name, results)
+        parts += [f"## {protocol.about}", f"`deephoyer compare {name}`; all runs start from `{protocol.base}`."]
+        parts += [_table(protocol, content, size) for size in protocol.sizes]
+        if figures is not None and (figures / f"methods-{name}.svg").exists():
+            parts.append(f"![Test accuracy of every seed]({figures.name}/methods-{name}.svg)")
+        parts.append(_flatness(protocol, content))
+        parts.append(_commands(protocol, content))
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def finals(protocol: Protocol, content: dict[str, Any] | None, method: str, size: float) -> list[Outcome]:
+    """The outcomes of a method's chosen setting, on the fresh seeds."""
+    if content is None:
+        return []
+    value = next((c["value"] for c in content["chosen"] if (c["method"], c["size"]) == (method, size)), None)
+    found = [Outcome(**o) for o in content["outcomes"] if (o["method"], o["size"], o["value"]) == (method, size, value)]
+    return sorted((o for o in found if o.seed >= protocol.choose), key=lambda o: o.seed)
+
+
+def verdicts(rows: dict[str, list[Outcome]]) -> dict[str, str]:
+    """Which method is best, and which can't be told from it: paired by seeds, exact, corrected for all the tests."""
+    full = {name: found for name, found in rows.items() if found}
+    if len(full) < 2:
+        return {}
+    mean = {name: statistics.fmean(o.accuracy for o in found) for name, found in full.items()}
+    best = max(mean, key=lambda name: mean[name])
+    by_seed = {name: {o.seed: o.accuracy for o in found} for name, found in full.items()}
+    p_values = {}
+    for name, mine in by_seed.items():
+        common = sorted(set(mine) & set(by_seed[best]))
+        if name != best and common:
+            p_values[name] = sign_flips([by_seed[best][seed] - mine[seed] for seed in common])
+    adjusted = holm(p_values)
+    told = {n: f"p = {p:.3g}" if p < LEVEL else f"not told from it (p = {p:.2g})" for n, p in adjusted.items()}
+    clear = all(p < LEVEL for p in adjusted.values())
+    return told | {best: "**best**" if clear else "highest mean"}
+
+
+def _table(protocol: Protocol, content: dict[str, Any] | None, size: float) -> str:
+    rows = {method: finals(protocol, content, method, size) for method in protocol.methods}
+    judged = verdicts(rows)
+    what = "weights, idle ones gone" if protocol.target == "live" else "MACs executed"
+    titles = ["method", "setting", "against the best", "test accuracy, %", f"{what}, %", "seeds", "seconds"]
+    lines = []
+    for method, found in rows.items():
+        if not found:
+            lines.append([method, _without(content, method, size), "", "", "", "", ""])
+            continue
+        entry = protocol.methods[method]
+        shares = [100 * o.share for o in found]
+        mark = "" if all(o.met for o in found) else " ‡"
+        setting = f"`{entry.word(found[0].value)}`"
+        accuracy, left = _spread([100 * o.accuracy for o in found]), _spread(shares) + mark
+        seconds = f"{statistics.fmean(o.seconds for o in found):,.0f}"
+        lines.append([method, setting, judged.get(method, ""), accuracy, left, str(len(found)), seconds])
+    title = f"**{100 * size:g} % of the {'weights' if protocol.target == 'live' else 'MACs'} asked for**"
+    notes = "\n\n‡ a seed is more than 1 % off the size." if any("‡" in line[4] for line in lines) else ""
+    return f"{title}\n\n{_grid(titles, lines, words=3)}{notes}"
+
+
+def _without(content: dict[str, Any] | None, method: str, size: float) -> str:
+    failed = [f for f in (content or {}).get("failed", []) if (f["method"], f["size"]) == (method, size)]
+    return f"no setting can be pruned that far: {failed[0]['why']}" if failed else NOT_RUN
+
+
+def _flatness(protocol: Protocol, content: dict[str, Any] | None) -> str:
+    """What it costs to miss the best setting: held-out accuracy of the seeds that chose, against the setting."""
+    if content is None:
+        return ""
+    size = protocol.sizes[len(protocol.sizes) // 2]
+    lines = []
+    for method in protocol.methods:
+        means: dict[float, list[float]] = {}
+        for o in content["outcomes"]:
+            if (o["method"], o["size"]) == (method, size) and o["seed"] < protocol.choose:
+                means.setdefault(o["value"], []).append(100 * o["held_out"])
+        if not means:
+            continue
+        mean = {value: statistics.fmean(found) for value, found in sorted(means.items())}
+        top = max(mean.values())
+        lost = ", ".join(f"{v:g}: {found - top:+.2f}" if found < top else f"**{v:g}**" for v, found in mean.items())
+        lines.append([method, f"{top:.2f}", lost])
+    if not lines:
+        return ""
+    titles = ["method", "best, %", "points lost at other settings"]
+    title = f"**How much the setting matters**, held-out images, {100 * size:g} % asked for"
+    return f"{title}\n\n{_grid(titles, lines, words=1)}"
+
+
+def _commands(protocol: Protocol, content: dict[str, Any] | None) -> str:
+    lines = []
+    for method in protocol.methods:
+        for size in protocol.sizes:
+            found = finals(protocol, content, method, size)
+            if found:
+                lines.append(f"- {method}, {100 * size:g} %, seed {found[0].seed}: `{found[0].command}`")
+    if not lines:
+        return ""
+    return "\n".join(["<details><summary>The runs behind the rows</summary>", "", *lines, "", "</details>"])
+
+
+def _grid(titles: Sequence[str], lines: Sequence[Sequence[str]], words: int) -> str:
+    """A Markdown table; the first columns hold words, the others numbers."""
+    bars = ["---" if i < words else "---:" for i in range(len(titles))]
+    cells = [[cell.replace("|", "\\|") for cell in line] for line in (titles, bars, *lines)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in cells)
+
+
+def _spread(values: Sequence[float]) -> str:
+    mean = statistics.fmean(values)
+    return f"{mean:.2f} ± {statistics.stdev(values):.2f}" if len(values) > 1 else f"{mean:.2f}"
+
+
+INTRODUCTION = """# Methods, by one protocol
+
+Which method to take is asked of all of them in the same way. For each network and kind of group:
+
+- **The same dense start** for every method, seed by seed (SNIP, which prunes before training, starts from the same
+  random weights).
+- **The same epochs in total**: what a method does not use for itself is finetuning.
+- **Eight settings for each method**, chosen by the mean held-out accuracy of three seeds, for each size by itself; a
+  grid whose best lies at its end goes on there. Test images decide nothing here.
+- **Three sizes**, met when idle weights are gone; a network that was trained without knowing the size serves all three.
+- **Ten fresh seeds** for the chosen setting: mean ± standard deviation of the test accuracy. *Against the best*: an
+  exact paired permutation test over the seeds, with Holm's correction for all methods of a table; *best* is said only
+  where it is told from every other.
+- *Seconds* are the method's own training and finetuning, on the machine named in the results file; methods with hooks
+  do not run in CUDA graphs, penalties do.
+
+Where others report sizes, idle weights may be counted in them; the paper's own tables are in [results.md](results.md).
+The methods are files in `src/deephoyer/lab/methods/`, each with its paper; `deephoyer list methods` has a line for
+each. NeST, SBP, trimmed-l1 Bayes, ThiNet, DCP, AMC, NISP, CP and C-SGD are not among them: what they printed is in
+results.md."""

@@ -1,0 +1,229 @@
+"""The protocol: which runs it takes, what it chooses, that it goes on where it stopped; and a miniature that runs."""
+
+import dataclasses
+import itertools
+import json
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import deephoyer as dh
+from deephoyer.lab import comparison, models, recipe
+from deephoyer.lab.comparison import Comparison, Entry, Job, Outcome, holm, sign_flips
+from deephoyer.lab.methods import METHODS
+from deephoyer.lab.report import methods_page
+from deephoyer.lab.schema import named
+
+ROOT = Path(__file__).parents[1]
+
+
+class Told(Comparison):
+    """A comparison whose outcomes are said by a function, without runs."""
+
+    def __init__(self, name, held_out, **settings):
+        super().__init__(name, **settings)
+        self.held_out = held_out
+
+    def outcome(self, job):
+        found = self.held_out(job)
+        if found is None:
+            return None
+        return Outcome(**dataclasses.asdict(job), share=job.size, held_out=found, accuracy=found, seconds=1.0,
+                       command="deephoyer run …", commit=None, device=None)  # fmt: skip
+
+    def failure(self, job):
+        return "can't be pruned that far" if self.held_out(job) is None else None
+
+
+@pytest.mark.parametrize("name", comparison.names())
+def test_every_comparison_gives_all_methods_the_same_epochs_and_eight_settings(name):
+    found = Comparison(name)
+    assert len(found.protocol.sizes) == 3 and found.protocol.choose == 3 and found.protocol.final == 10
+    assert "random" in found.methods
+    for method, entry in found.methods.items():
+        assert len(entry.values) == 8, method
+        *before, last = (
+            found._read(words) for words in found.chain(Job(method, entry.values[3], 0, found.protocol.sizes[0]))
+        )
+        stages = [getattr(r, stage) for r in (*before, last) for stage in ("pretrain", "regularize", "finetune")]
+        assert sum(s.epochs for s in stages if s) == found.dense_epochs + found.epochs, method
+        assert last.prune is not None and all(r.prune is None for r in before)
+
+
+@pytest.mark.parametrize("name", comparison.names())
+def test_methods_that_know_the_size_share_nothing_between_sizes(name):
+    found = Comparison(name)
+    for method, entry in found.methods.items():
+        chosen = found._read(found.chain(Job(method, entry.values[0], 0, found.protocol.sizes[0]))[-1]).method
+        if chosen is None:
+            continue
+        settings = named(chosen)
+        knows = METHODS[settings["choice"]].knows_size and "keep" not in settings
+        assert knows == (entry.each_size or entry.way == "scratch"), method
+
+
+def test_a_trained_network_serves_all_sizes_and_the_dense_one_all_methods():
+    found = Comparison("lenet-300-100", only=["l1", "Hoyer", "ADMM"])
+    chains = {size: found.chain(Job("l1", 1e-4, 0, size)) for size in found.protocol.sizes}
+    assert len({chain[0] for chain in chains.values()}) == len({chain[1] for chain in chains.values()}) == 1
+    assert len({chain[2] for chain in chains.values()}) == 3
+    assert found.chain(Job("Hoyer", 0.01, 0, 0.01))[0] == chains[0.01][0]
+    admm = found.chain(Job("ADMM", 1e-3, 0, 0.01))
+    assert len(admm) == 2 and admm[0] == chains[0.01][0]
+
+
+def test_the_setting_with_the_best_mean_on_held_out_images_is_chosen_for_each_size():
+    best = {0.03: 1e-4, 0.0173: 2e-4, 0.01: 4e-4}
+    found = Told("lenet-300-100", lambda job: 0.9 - abs(job.value - best[job.size]) - 1e-4 * job.seed, only=["l1"])
+    assert {size: found.chosen("l1", size) for size in best} == best
+    final = [job for job in found.jobs() if job.seed >= 3]
+    assert {job.seed for job in final} == set(range(3, 13)) and len(final) == 30
+
+
+def test_a_grid_whose_best_lies_at_its_end_goes_on_there():
+    rising = Told("lenet-300-100", lambda job: min(0.9, job.value), only=["l1"])
+    assert rising.values("l1", 0.01)[-4:] == [1.6e-3, 3.2e-3, 6.4e-3, 1.3e-2]
+    falling = Told("lenet-300-100", lambda job: 0.9 - job.value, only=["l1"])
+    assert falling.values("l1", 0.01)[:2] == pytest.approx([1.6e-6, 3.1e-6], rel=0.05)
+    inside = Told("lenet-300-100", lambda job: 0.9 - abs(job.value - 1e-4), only=["l1"])
+    assert inside.values("l1", 0.01) == list(inside.methods["l1"].values)
+
+
+def test_a_grid_stops_where_its_values_have_an_end():
+    entry = Entry(vary="method={name: fpgm, keep: VALUE}", values=(0.25, 0.5, 1.0), most=1)
+    assert entry.beyond(entry.values, -1) is None and entry.beyond(entry.values, 0) == 0.12
+    steps = Entry(vary="x=VALUE", values=(1, 2, 3))
+    assert steps.beyond(steps.values, 0) is None and steps.beyond(steps.values, -1) == 4
+
+
+def test_settings_that_fail_are_passed_over_and_a_method_without_any_has_no_choice():
+    found = Told("lenet-300-100", lambda job: None if job.value < 1e-3 else 0.9 - job.value, only=["l1"])
+    assert found.chosen("l1", 0.01) == 1.6e-3
+    assert Told("lenet-300-100", lambda job: None, only=["l1"]).chosen("l1", 0.01) is None
+
+
+@given(st.lists(st.floats(-3, 3), min_size=1, max_size=7))
+def test_the_paired_test_counts_all_ways_of_flipping_signs(differences):
+    observed = abs(sum(differences)) * (1 - 1e-12)
+    flips = itertools.product((1, -1), repeat=len(differences))
+    every = [abs(sum(s * d for s, d in zip(signs, differences, strict=True))) for signs in flips]
+    assert sign_flips(differences) == pytest.approx(sum(e >= observed - 1e-12 for e in every) / len(every), abs=0.3)
+    assert sign_flips(differences) == sign_flips([-d for d in differences])
+
+
+def test_ten_seeds_that_all_agree_are_as_sure_as_it_gets():
+    assert sign_flips([0.1] * 10) == 2 / 1024
+    assert holm({"a": 0.01, "b": 0.03, "c": 0.02}) == pytest.approx({"a": 0.03, "c": 0.04, "b": 0.04})
+
+
+def outcomes(method, accuracies, size=0.01):
+    return [Outcome(method, 1.0, 3 + i, size, size, 0.9, a, 5.0, "deephoyer run …", None, None)
+            for i, a in enumerate(accuracies)]  # fmt: skip
+
+
+def test_a_winner_is_called_only_where_it_is_told_from_every_other():
+    a = [0.98 + 0.001 * (i % 3) for i in range(10)]
+    clear = methods_page.verdicts({"a": outcomes("a", a), "b": outcomes("b", [x - 0.01 for x in a]), "none": []})
+    assert clear["a"] == "**best**" and clear["b"].startswith("p = 0.00")
+    mixed = [x + (-1) ** i * 0.001 - 1e-5 for i, x in enumerate(a)]
+    close = methods_page.verdicts({"a": outcomes("a", a), "b": outcomes("b", mixed)})
+    assert close["a"] == "highest mean" and "not told from it" in close["b"]
+
+
+def test_a_slip_in_a_comparison_is_told_before_anything_runs(tmp_path, monkeypatch):
+    with pytest.raises(dh.UserError, match=r"'lenet-300' is not a comparison\. Did you mean 'lenet-300-100'"):
+        Comparison("lenet-300")
+    with pytest.raises(dh.UserError, match="'l2' is not a method of this comparison"):
+        Comparison("lenet-300-100", only=["l2"])
+    with pytest.raises(dh.UserError, match=r"modle.*is not a key"):
+        Comparison("lenet-300-100", ["modle=lenet-5"])
+    file = tmp_path / "mine.yaml"
+    file.write_text("about: x\nbase: demo\ntarget: live\nsizes: [0.1]\nmethods: {a: {vary: seed=1, values: [1, 2]}}")
+    with pytest.raises(dh.UserError, match="has no VALUE in it"):
+        Comparison(str(file))
+
+
+MINIATURE = """
+about: a miniature
+base: compare/lenet-300-100
+target: live
+sizes: [0.1]
+choose: 1
+final: 1
+methods:
+  l1: {words: [regularize.penalty=l1], vary: regularize.strength=VALUE, values: [0.0001, 0.001],
+       least: 0.0001, most: 0.001}
+  ADMM: {words: [regularize.strength=0], vary: "method={name: admm, every: 1, rho: VALUE}", values: [0.001, 0.01],
+         each_size: true, least: 0.001, most: 0.01}
+  SNIP: {words: [method=snip, prune.rule=absolute], vary: pretrain.lr=VALUE, values: [0.001, 0.003], way: scratch,
+         least: 0.001, most: 0.003}
+  random: {words: [method=random], vary: finetune.lr=VALUE, values: [0.001, 0.003], way: cut, least: 0.001, most: 0.003}
+"""
+TINY = [
+    "model=small",
+    "data={name: mnist, limit: 300}",
+    "device=cpu",
+    "pretrain.epochs=1",
+    "regularize.epochs=1",
+    "finetune.epochs=1",
+]
+
+
+def test_a_comparison_runs_to_its_end_goes_on_after_a_stop_and_writes_its_page(command, tmp_path, monkeypatch):
+    """All four ways through the real queue; runs take place in this process, as starting Python would cost more."""
+    from deephoyer.lab.train.result import finish
+    from deephoyer.lab.train.run import Run
+
+    def small():
+        return nn.Sequential(nn.Flatten(), nn.Linear(784, 12), nn.ReLU(), nn.Linear(12, 10))
+
+    monkeypatch.setitem(models.MODELS._makers, "small", small)
+    monkeypatch.setattr("deephoyer.lab.train.result.BATCHES", (1,))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text(MINIATURE)
+
+    def conduct(base, overrides, queue, jobs, devices, show=None, mps=True, say=print, most=None):
+        count, kept = 0, []  # the data of a run that is kept is not read again for the next
+        while queue.open() and count != most:
+            member = queue.next()
+            words = (*overrides, *member.overrides)
+            kept.append(Run(recipe.read(base, words), member.folder, command=recipe.Command(base, words)))
+            finish(kept[-1].execute())
+            member.status = 0
+            queue.ended(member)
+            count += 1
+
+    stopped = Comparison("mine.yaml", TINY)
+    conduct("compare/lenet-300-100", TINY, stopped, 1, [], most=5)
+    before = {path: path.stat().st_mtime_ns for path in Path("runs").glob("*/summary.json")}
+    assert len(before) == 5
+
+    monkeypatch.setattr("deephoyer.lab.sweep.run_queue", conduct)
+    code, said, error = command("compare", "mine.yaml", *TINY, "--plan")
+    assert code == 0 and said.startswith("5 of "), error
+    code, said, error = command("compare", "mine.yaml", *TINY, "--write")
+    assert code == 0, error
+    assert all(path.stat().st_mtime_ns == moment for path, moment in before.items())
+
+    content = json.loads(Path("results/methods/mine.json").read_text())
+    assert len(content["chosen"]) == 4 and not content["failed"]
+    finals = [o for o in content["outcomes"] if o["seed"] >= 1]
+    assert len(finals) == 4 and all(o["commit"] is None or len(o["commit"]) == 40 for o in finals)
+    assert all(o["share"] <= o["size"] * 1.001 for o in finals if o["method"] != "l1")
+    protocol = comparison.read("mine.yaml")
+    table = methods_page._table(protocol, content, 0.1)
+    assert table.count("`") == 8 and "regularize.strength=" in table and methods_page.NOT_RUN not in table
+    assert "How much the setting matters" in methods_page._flatness(protocol, content)
+    assert methods_page.NOT_RUN in Path("docs/methods.md").read_text()
+    last = recipe.Command.parse(finals[0]["command"].removeprefix("deephoyer run ")).read()
+    assert last.start and last.pretrain is None
+
+
+def test_the_page_of_methods_is_made_from_what_is_kept():
+    made = methods_page.page(ROOT / "results" / "methods", ROOT / "docs" / "figures")
+    assert made == (ROOT / "docs" / "methods.md").read_text(encoding="utf-8"), "stale: run `deephoyer compare all`"
+    assert len(re.findall(r"`deephoyer compare ", made)) == len(comparison.names())
