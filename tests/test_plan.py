@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from pathlib import Path
 
 import pytest
 import torch
@@ -344,3 +345,9 @@ def test_a_plan_and_its_statistics_print_as_tables():
     told = str(plan.report)
     assert "kept because" in told and "network output" in told and str(plan) == told
     assert told.count("regularize") >= 2 and "finetune" in told
+
+
+def test_the_page_about_plans_runs_as_it_stands(capsys):
+    page = (Path(__file__).parents[1] / "docs" / "plan.md").read_text(encoding="utf-8")
+    exec(compile(page.split("```python\n")[1].split("```")[0], "plan.md", "exec"), {})
+    assert "asked for: 0.4 of the MACs" in capsys.readouterr().out

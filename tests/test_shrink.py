@@ -11,7 +11,9 @@ from torch import nn
 import deephoyer as dh
 from deephoyer.counting import count
 from deephoyer.cutting import Cutter
+from deephoyer.lab import recipe
 from deephoyer.lab.models import make
+from deephoyer.lab.train.run import Run
 from deephoyer.latency import LayerTimes, latency_cost, runner
 from deephoyer.rules import Scores
 from deephoyer.shrink import recalibrate
@@ -180,6 +182,21 @@ def test_a_latency_target_cuts_by_measured_times_and_says_what_it_measured():
     small = dh.shrink(model, X, Target(latency=0.8, batch=4))
     assert small.shrink_report.reached > 0 and count(small)[1].parameters < count(model)[1].parameters
     assert small[0].out_channels % 2 == 0 and small[5].out_channels % 4 == 0
+
+
+def test_a_recipe_may_ask_for_a_share_of_the_time(tmp_path):
+    short = ["data={name: mnist, limit: 200}", "device=cpu", "pretrain={epochs: 1}", "regularize.epochs=1"]
+    pruned = "prune={groups: coupled, target: {latency: 0.7, batch: 8}}"
+    made = recipe.read("demo", [*short, "finetune.epochs=1", pruned])
+    run = Run(made, tmp_path).execute()
+    alive = [int(mask.any(1).sum()) for name, mask in run.masks.items() if name.startswith("fc") and mask.dim() == 2]
+    assert 0 < alive[0] < 300 and alive[0] % 8 == 0
+    for change, told in [
+        ("prune={groups: elements, target: {latency: 0.7}}", "groups: coupled"),
+        ("prune={groups: coupled, target: {macs: 0.7, batch: 8}}", "a batch goes with a latency"),
+    ]:
+        with pytest.raises(dh.UserError, match=told):
+            recipe.read("demo", [*short, change])
 
 
 def test_a_compiled_or_captured_run_gives_what_the_network_gives():

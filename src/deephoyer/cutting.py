@@ -15,6 +15,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from deephoyer import targets
@@ -307,6 +308,15 @@ def _written(coupled: Coupled, one: ChannelSet) -> set[str]:
 
 def _called(name: str, pattern: str) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(f"{name}.weight", pattern)
+
+
+def agreed(value: Any) -> Any:
+    """What the first process says, in all of them: scores and times may differ between processes."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+    return value
 
 
 @contextmanager

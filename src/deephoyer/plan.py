@@ -14,10 +14,9 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from deephoyer.cutting import Cut, Cutter
+from deephoyer.cutting import Cut, Cutter, agreed
 from deephoyer.errors import UserError, not_negative
 from deephoyer.groups import Grouping
 from deephoyer.inference import Examples
@@ -205,7 +204,7 @@ class Plan:
         if self.report is not None or self.done >= self.total:
             unit = "steps" if self.by_steps else "epochs"
             raise UserError(f"plan: its {self.total} {unit} are over; call plan.finish().")
-        score = _agreed(None if score is None else float(score))
+        score = agreed(None if score is None else float(score))
         if self.target.drop is not None and score is None and not self.by_steps:
             raise UserError("plan: the target allows a drop, so it needs your validation score: plan.epoch(score).")
         stage = self.stage
@@ -314,7 +313,7 @@ class Plan:
         return score is not None and self._within(score)
 
     def _prune(self, level: int) -> None:
-        cut = _agreed(self.cutter.aim(self.share_of_level(level)))
+        cut = agreed(self.cutter.aim(self.share_of_level(level)))
         assert isinstance(cut, Cut)
         self._hold(self.cutter.apply(cut))
         self.level, self._share, self._stuck = level, cut.share, cut.stuck
@@ -503,15 +502,6 @@ def _penalty_norm(regularizer: Regularizer) -> float:
 def _holds_some(optimizer: torch.optim.Optimizer, masks: Masks, model: nn.Module) -> bool:
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     return any(id(p) in held for name, p in model.named_parameters() if name in masks)
-
-
-def _agreed(value: Any) -> Any:
-    """What the first process says, in all of them: scores and times may differ between processes."""
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        box = [value]
-        dist.broadcast_object_list(box, src=0)
-        return box[0]
-    return value
 
 
 def _length(epochs: int | None, steps: int | None) -> int:

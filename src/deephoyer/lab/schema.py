@@ -210,11 +210,17 @@ class PruneTarget(_Part):
     """The accuracy, on the images that select epochs, that pruning must leave."""
     drop: float | None = Field(default=None, ge=0, le=1)
     """The accuracy that pruning may cost."""
+    latency: float | None = Field(default=None, gt=0, le=1)
+    """The share of the network's own time on this machine; for coupled groups."""
+    batch: int | None = Field(default=None, ge=1)
+    """Images that are timed at once where the target is a latency; without it, one."""
 
     @model_validator(mode="after")
     def _one_of_them(self) -> PruneTarget:
-        if len(self.model_dump(exclude_none=True)) != 1:
-            raise UserError("a target is one of macs, density, live, accuracy and drop, like {macs: 0.4}.")
+        if len(self.model_dump(exclude_none=True, exclude={"batch"})) != 1:
+            raise UserError("a target is one of macs, density, live, accuracy, drop and latency, like {macs: 0.4}.")
+        if self.batch is not None and self.latency is None:
+            raise UserError("a batch goes with a latency, like {latency: 0.5, batch: 64}.")
         return self
 
 
@@ -278,6 +284,8 @@ class Prune(_Part):
             raise UserError(f"a target goes with a rule that needs a value alone, not {self.rule}.")
         else:
             self.threshold()
+        if self.target is not None and self.target.latency is not None and self.groups != "coupled":
+            raise UserError(f"a latency goes with groups: coupled, not {self.groups}: whole channels must go.")
         return self
 
     def threshold(self) -> type[Threshold]:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deephoyer import targets
+from deephoyer.cutting import Cutter, agreed
 from deephoyer.errors import UserError
 from deephoyer.groups import Grouping
 from deephoyer.lab.data.streaming import Streaming
@@ -41,6 +42,8 @@ def pruned(run: Run, done: float | None = None, score: Score | None = None) -> M
         raise UserError(f"method {method}: cuts in steps towards a target; give prune.target instead of a value.")
     groups = run.groups(settings.groups)
     worth = _Worth(run, score or _score(run, settings))
+    if settings.target is not None and settings.target.latency is not None:
+        return _timed(run, settings, settings.target, groups, done, worth)
     rule = settings.make() if settings.target is None else _aimed(run, settings, settings.target, groups, done, worth)
     masks = prune(
         run.model, rule, groups, settings.parameters, settings.allow_empty, settings.multiple, **worth.arguments()
@@ -98,6 +101,27 @@ def _score(run: Run, settings: Prune) -> Score:
         return SCORES.make(**named(settings.score))
     worth = run.method.score(run.method_stage("prune")) if run.recipe.method else None
     return worth or Magnitude()
+
+
+def _timed(run: Run, settings: Prune, target: PruneTarget, groups: list[Grouping], done: float, worth: _Worth) -> Masks:
+    """Prunes to a share of the network's own time, as measured here by the first process."""
+    assert target.latency is not None
+    asked = worth.arguments()
+    cutter = Cutter(
+        run.model,
+        run.data.example(),
+        targets.Target(latency=target.latency, batch=target.batch or 1),
+        groups,
+        multiple=settings.multiple if settings.multiple > 1 else None,
+        score=worth.score,
+        batches=None if isinstance(worth.score, Magnitude) else list(asked["batches"]),
+        loss=asked["loss"],
+    )
+    cut = agreed(cutter.aim(target.latency**done))
+    run.progress.note(
+        f"prune: the network takes {cut.share:.2f} of its time before, {target.latency**done:.2f} was asked"
+    )
+    return cutter.apply(cut)
 
 
 def _aimed(run: Run, settings: Prune, target: PruneTarget, groups: list[Grouping], done: float, worth: _Worth) -> Rule:
