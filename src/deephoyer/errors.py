@@ -21,13 +21,13 @@ class UserError(ValueError):
 def unknown(kind: str, name: object, known: Iterable[str], hint: str = "") -> UserError:
     """'hoyer_sq' is not a penalty. Did you mean 'hoyer-square'?"""
     names = list(known)
-    spelt = str(name).lower().replace("_", "-")
+    spelt = str(name)[:200].lower().replace("_", "-")
     near = [n for n in names if spelt and n.startswith(spelt)] or difflib.get_close_matches(
         spelt, names, n=1, cutoff=0.5
     )
     guess = f"Did you mean {near[0]!r}? " if near else ""
     article = "an" if kind[:1] in "aeiou" else "a"
-    text = f"{name!r} is not {article} {kind}. {guess}"
+    text = f"{shown(name)} is not {article} {kind}. {guess}"
     return UserError(text + (hint or "Known: " + ", ".join(names) + "."))
 
 

@@ -55,6 +55,12 @@ def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
         raise UserError(f"{target}: can't be written: {why.strerror or why}.") from why
 
 
+def remove_leftovers(folder: Path) -> None:
+    """Temporary files of writers that were killed; only for a folder in which nobody else writes now."""
+    for path in folder.glob(".*.tmp"):
+        _remove(str(path))
+
+
 def _write_beside(target: Path, content: bytes) -> str:
     handle, temporary = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
     try:

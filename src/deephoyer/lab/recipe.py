@@ -17,26 +17,12 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from deephoyer.errors import UserError, unknown
+from deephoyer.errors import UserError, shown, unknown
+from deephoyer.lab import bounded_yaml
 from deephoyer.lab.schema import DESCRIPTIVE, STAGES, Recipe, is_file, keys
 
-
-class _Loader(yaml.SafeLoader):
-    """Safe YAML in which 1e-3 is a number, as people mean it, and a key that stands twice is an error."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        twice = [key for i, key in enumerate(keys) if key in keys[:i]]
-        if twice:
-            raise yaml.YAMLError(f"the key {twice[0]!r} stands twice")
-        return super().construct_mapping(node, deep)
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
-)
-
 FOLDER = Path(__file__).parent / "recipes"
+LONGEST_MESSAGE = 600
 MERGED = (*STAGES, "distill")
 """Parts that `extends` merges key by key; any other value is replaced whole."""
 
@@ -95,7 +81,7 @@ def _path(name: str) -> Path:
 @cache
 def renamed() -> dict[str, dict[str, str]]:
     """Words of earlier versions, each with what to write now: `recipes` and `keys`."""
-    content: dict[str, dict[str, str]] = yaml.load((FOLDER / "renamed.yml").read_text(encoding="utf-8"), _Loader)
+    content: dict[str, dict[str, str]] = bounded_yaml.load((FOLDER / "renamed.yml").read_text(encoding="utf-8"))
     return content
 
 
@@ -160,7 +146,7 @@ def describe(name: str) -> dict[str, Any]:
 
 def _content(text: str, name: str) -> dict[str, Any]:
     try:
-        content = yaml.load(text, _Loader)
+        content = bounded_yaml.load(text)
     except yaml.YAMLError as why:
         raise UserError(f"recipe {name}: is not YAML: {_yaml_trouble(why)}") from None
     if not isinstance(content, dict):
@@ -206,6 +192,8 @@ def _checked(content: dict[str, Any], name: str) -> Recipe:
         return Recipe.model_validate(content)
     except ValidationError as why:
         raise UserError(_explain(name, why)) from None
+    except (RecursionError, OverflowError) as why:
+        raise UserError(f"recipe {name}: a value in it is too large or too deep ({why}).") from None
 
 
 def _yaml_trouble(why: yaml.YAMLError) -> str:
@@ -224,9 +212,9 @@ def _set(content: dict[str, Any], override: str) -> None:
     if not equals or not key:
         raise UserError(f"{override!r} is not an override; write key=value, like regularize.strength=3e-4.")
     try:
-        parsed = yaml.load(value, _Loader)
+        parsed = bounded_yaml.load(value)
     except yaml.YAMLError:
-        raise UserError(f"{override!r}: the value is not YAML.") from None
+        raise UserError(f"{shown(override)}: the value is not YAML.") from None
     *path, last = key.split(".")
     for step in path:
         if isinstance(content.get(step), str) and step in NAMED:
@@ -279,7 +267,8 @@ def _explain(name: str, why: ValidationError) -> str:
     else:
         cause = first.get("ctx", {}).get("error")
         given = first["input"]
-        shown = f"; it is {given!r}." if not isinstance(given, dict) else "."
-        text = str(cause) if cause else first["msg"][0].lower() + first["msg"][1:] + shown
+        value = f"; it is {shown(given)}." if not isinstance(given, dict) else "."
+        text = str(cause) if cause else first["msg"][0].lower() + first["msg"][1:] + value
     more = f" ({len(why.errors()) - 1} more)" if len({e["loc"][:2] for e in why.errors()}) > 1 else ""
-    return f"recipe {name}: {place + ': ' if place else ''}{text}{more}"
+    text = text if len(text) <= LONGEST_MESSAGE else text[: LONGEST_MESSAGE - 1] + "…"
+    return f"recipe {name}: {place[:200] + ': ' if place else ''}{text}{more}"

@@ -17,7 +17,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from deephoyer.errors import UserError
+from deephoyer.errors import UserError, shown
 from deephoyer.export import container, load
 from deephoyer.files import folder_at, write_atomically
 
@@ -76,10 +76,18 @@ def refill(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], rest
     So a run may go on where steps are captured and where they are not, on any device.
     """
     state: dict[int, dict[str, Any]] = {}
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for name, value in (*tensors.items(), *rest.items()):
         index, _, key = name.partition(".")
+        if not index.isdigit() or int(index) >= len(parameters) or not key:
+            raise UserError(f"the checkpoint's optimizer has {shown(name)}, which this run's has not.")
+        if isinstance(value, Tensor) and value.dim() and value.shape != parameters[int(index)].shape:
+            raise UserError(f"the checkpoint's optimizer has {shown(name)} in the shape {tuple(value.shape)}.")
         state.setdefault(int(index), {})[key] = value
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    try:
+        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    except (RuntimeError, KeyError, ValueError, TypeError, AttributeError) as why:
+        raise UserError(f"the checkpoint's optimizer does not fit this run: {why}.") from None
     for parameter, of in optimizer.state.items():
         for key, value in of.items():
             if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
@@ -104,6 +112,8 @@ def fill(model: nn.Module, path: Path, key: str, classes_may_differ: bool = Fals
     With `classes_may_differ`, a classifier of another number of classes keeps the model's own weights: the names of
     those are returned.
     """
+    if path.exists() and not path.is_file():
+        raise UserError(f"{key}: {path} is not a plain file.")  # a device or a pipe may never end
     try:
         if path.suffix in (".pt", ".pth"):
             state = _torch_file(path, key)
@@ -112,6 +122,7 @@ def fill(model: nn.Module, path: Path, key: str, classes_may_differ: bool = Fals
                 ours = (file.metadata() or {}).get("format") == container.FORMAT
             state = load(path, model).state_dict() if ours else safetensors.torch.load(path.read_bytes())
         own = model.state_dict()
+        _same_kinds(own, state, path, key)
         new = _classifier(own, state) if classes_may_differ else []
         model.load_state_dict(state | {name: own[name] for name in new})
     except (OSError, safetensors.SafetensorError) as why:
@@ -119,6 +130,13 @@ def fill(model: nn.Module, path: Path, key: str, classes_may_differ: bool = Fals
     except RuntimeError as why:
         raise UserError(f"{key}: {path} does not fit the model: {str(why).splitlines()[-1].strip()}") from None
     return new
+
+
+def _same_kinds(own: Mapping[str, Tensor], state: Mapping[str, Tensor], path: Path, key: str) -> None:
+    """Whole numbers in the place of weights, or the other way round, would be converted without a word."""
+    for name, tensor in state.items():
+        if name in own and tensor.is_floating_point() != own[name].is_floating_point():
+            raise UserError(f"{key}: {path}: {name} is of type {tensor.dtype}, the model's of {own[name].dtype}.")
 
 
 def _torch_file(path: Path, key: str) -> dict[str, Tensor]:

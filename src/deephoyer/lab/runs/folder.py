@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from deephoyer.errors import UserError
-from deephoyer.files import write_atomically
+from deephoyer.files import remove_leftovers, write_atomically
 from deephoyer.lab import recipe as recipes
 from deephoyer.lab.recipe import Command
 from deephoyer.lab.schema import DESCRIPTIVE, STAGES, Recipe, what_data
@@ -56,6 +56,8 @@ class RunFolder:
             self._lock.close()
             raise UserError(f"run folder {self.path}: another process is working in it.") from None
         _held.add(self._lock)
+        for place in (self.path, self.checkpoints):  # of writers that were killed; nobody else writes here now
+            remove_leftovers(place)
 
     def close(self) -> None:
         if self._lock is not None:

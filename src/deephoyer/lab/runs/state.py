@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from deephoyer.errors import UserError
+from pydantic import TypeAdapter, ValidationError
+
+from deephoyer.errors import UserError, shown
+
+LARGEST = 10**12
 
 
 @dataclass
@@ -35,9 +40,20 @@ class State:
     unreadable: list[str] = field(default_factory=list)
 
     @classmethod
-    def read(cls, content: Mapping[str, Any]) -> State:
-        """Of a checkpoint; what an older version did not write has its default."""
+    def read(cls, content: Any) -> State:
+        """Of a checkpoint, each value checked; what an older version did not write has its default."""
+        if not isinstance(content, Mapping):
+            raise UserError(f"the checkpoint's state is {shown(content)}, not keys with values.")
         strange = [key for key in content if key not in {f.name for f in fields(cls)}]
         if strange:
-            raise UserError(f"the checkpoint is of another version of deephoyer: it has {strange[0]!r} in it.")
-        return cls(**content)
+            raise UserError(f"the checkpoint is of another version of deephoyer: it has {shown(strange[0])} in it.")
+        try:
+            state = TypeAdapter(cls).validate_json(json.dumps(content), strict=True)
+        except ValidationError as why:
+            first = why.errors()[0]
+            place = ".".join(map(str, first["loc"]))
+            raise UserError(f"the checkpoint's {place} is {shown(first['input'])}: {first['msg'].lower()}.") from None
+        for name in ("epoch", "round", "best_epoch", "metrics_size", "step"):
+            if not 0 <= getattr(state, name) < LARGEST:
+                raise UserError(f"the checkpoint's {name} is {shown(getattr(state, name))}, which no run comes to.")
+        return state

@@ -19,7 +19,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from deephoyer.errors import UserError
+from deephoyer.errors import UserError, shown
 from deephoyer.groups import Grouping, groupings
 from deephoyer.lab import data as datasets
 from deephoyer.lab import models
@@ -115,6 +115,7 @@ class Run:
             self.state = State.read(found[1])
             for trouble in found[2]:
                 self.progress.note(f"{trouble} The one before it is used.")
+            self._check_place()
         self.processes.together(self._build)
         if self.processes.main:
             if not self.finished():
@@ -192,17 +193,39 @@ class Run:
         parts: dict[str, dict[str, Tensor]] = {name: {} for name in names}
         for name, tensor in tensors.items():
             part, _, rest = name.partition(".")
+            if part not in parts:
+                raise self._misfit(f"it has {shown(name)} in it")
             parts[part][rest] = tensor
-        self.model.load_state_dict(parts["model"])
-        self._best = {n: t.to(self.device) for n, t in parts["best"].items()}
-        if parts["masks"]:
-            self.masks = Masks.from_state_dict(parts["masks"], self.model)
-        self.method.load(parts["method"])
+        try:
+            self.model.load_state_dict(parts["best"] or parts["model"])  # both must fit
+            self.model.load_state_dict(parts["model"])
+            self._best = {n: t.to(self.device) for n, t in parts["best"].items()}
+            if parts["masks"]:
+                self.masks = Masks.from_state_dict(parts["masks"], self.model)
+            self.method.load(parts["method"])
+        except (RuntimeError, KeyError, ValueError, TypeError) as why:
+            raise self._misfit(str(why).strip().splitlines()[-1].strip()) from None
         if not self.finished() and (self.state.epoch or self.state.step):
             within = f" and step {self.state.step} of the next" if self.state.step else ""
             where = f"in stage {self.state.stage} after epoch {self.state.epoch}{within}"
             self.progress.note(f"resumes {self.folder.path} {where}")
         return parts["optimizer"]
+
+    def _misfit(self, why: str) -> UserError:
+        """A checkpoint that is whole, but not one of this run."""
+        newest = checkpoint.numbers(self.folder.checkpoints)[-1]
+        path = self.folder.checkpoints / f"{newest:06d}.safetensors"
+        return UserError(f"{path}: does not fit this run: {why}. Delete it to go on from the one before it.")
+
+    def _check_place(self) -> None:
+        """Where the checkpoint says the run stands must be a place that this recipe has."""
+        state, stage = self.state, getattr(self.recipe, self.state.stage, None)
+        if state.stage not in (*self.stages, "done"):
+            raise self._misfit(f"its stage is {shown(state.stage)}")
+        if state.epoch > getattr(stage, "epochs", 0):
+            raise self._misfit(f"its epoch is {state.epoch} of stage {state.stage}")
+        if state.round >= max(1, self.recipe.rounds):
+            raise self._misfit(f"its round is {state.round}")
 
     # Stages
 
