@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from deephoyer.counting import count, layer_widths
 from deephoyer.lab import data as datasets
-from deephoyer.lab.report.record import CompactCounts, LayerCounts, Measured, NetworkCounts, Timing
+from deephoyer.lab.report.record import CompactRecord, LayerRecord, Measured, NetworkRecord, Timing
 from deephoyer.lab.schema import Recipe, named
 from deephoyer.latency import Latency
 from deephoyer.latency import measure as measure_latency
@@ -38,7 +38,7 @@ def measure(model: nn.Module, recipe: Recipe, compacted: bool = True) -> Measure
         right=_right(model if small is None else small, x, y),
         images=len(x),
         layer_widths=layer_widths(rows),
-        total=NetworkCounts(
+        total=NetworkRecord(
             weights=total.weights,
             nonzeros=total.nonzeros,
             parameters=total.parameters,
@@ -47,13 +47,13 @@ def measure(model: nn.Module, recipe: Recipe, compacted: bool = True) -> Measure
             macs_executed=total.macs_executed or 0,
         ),
         compact=None if small is None else _compacted(small, x[:1]),
-        layers=tuple(LayerCounts(**{key: getattr(row, key) for key in LayerCounts.model_fields}) for row in rows),
+        layers=tuple(LayerRecord(**{key: getattr(row, key) for key in LayerRecord.model_fields}) for row in rows),
     )
 
 
-def _compacted(small: nn.Module, example: Tensor) -> CompactCounts:
+def _compacted(small: nn.Module, example: Tensor) -> CompactRecord:
     total = count(small, example)[1]
-    return CompactCounts(macs=total.macs_executed or 0, parameters=total.parameters)
+    return CompactRecord(macs=total.macs_executed or 0, parameters=total.parameters)
 
 
 @torch.inference_mode()

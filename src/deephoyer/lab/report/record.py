@@ -34,7 +34,7 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class LayerCounts(_Strict):
+class LayerRecord(_Strict):
     """One layer; MACs with its zero filters and channels discounted, as the paper counts them."""
 
     name: str
@@ -45,7 +45,7 @@ class LayerCounts(_Strict):
     macs_paper: Count
 
 
-class NetworkCounts(_Strict):
+class NetworkRecord(_Strict):
     """The network: `nonzeros` of the layers' weights, `nonzero_parameters` with biases and all."""
 
     weights: Count
@@ -56,7 +56,7 @@ class NetworkCounts(_Strict):
     macs_executed: Count
 
 
-class CompactCounts(_Strict):
+class CompactRecord(_Strict):
     """The network that is left when all that is dead is physically taken out."""
 
     macs: Count
@@ -72,9 +72,9 @@ class Measured(_Strict):
     right: Count
     images: int = Field(ge=1)
     layer_widths: str | None = None
-    total: NetworkCounts
-    compact: CompactCounts | None = None
-    layers: tuple[LayerCounts, ...] = Field(min_length=1)
+    total: NetworkRecord
+    compact: CompactRecord | None = None
+    layers: tuple[LayerRecord, ...] = Field(min_length=1)
 
     @property
     def accuracy(self) -> float:
