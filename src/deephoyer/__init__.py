@@ -52,7 +52,7 @@ if TYPE_CHECKING:
         Taylor as Taylor,
     )
     from deephoyer.shrink import shrink as shrink
-    from deephoyer.structure import Coupled as Coupled, compact as compact
+    from deephoyer.structure import Coupled as Coupled, Heads as Heads, Neurons as Neurons, compact as compact
     from deephoyer.summary import summary as summary
     from deephoyer.targets import Target as Target
 
@@ -72,7 +72,7 @@ _PUBLIC = {
     "rules": "Absolute Density PerLayer StdRatio",
     "scores": "GeometricMedian Magnitude NormScale Random Score Snip Taylor",
     "shrink": "shrink",
-    "structure": "Coupled compact",
+    "structure": "Coupled Heads Neurons compact",
     "summary": "summary",
     "targets": "Target",
 }

@@ -252,6 +252,8 @@ GROUPINGS.add("elements", Elements)
 GROUPINGS.add("filters", Filters)
 GROUPINGS.add("channels", Channels)
 GROUPINGS.add("coupled", "deephoyer.structure.coupled:Coupled")
+GROUPINGS.add("heads", "deephoyer.structure.coupled:Heads")
+GROUPINGS.add("neurons", "deephoyer.structure.coupled:Neurons")
 
 Kinds = str | Grouping | Mapping[str, Any] | Iterable[str | Grouping | Mapping[str, Any]]
 

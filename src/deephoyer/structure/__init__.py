@@ -6,7 +6,7 @@ Knows nothing of training.
 from __future__ import annotations
 
 from deephoyer.structure.compact import CompactReport, compact, compact_report
-from deephoyer.structure.coupled import Coupled
+from deephoyer.structure.coupled import Coupled, Heads, Neurons
 from deephoyer.structure.equality import Differs
 from deephoyer.structure.follow import CannotFollow
 from deephoyer.structure.shape import BadShape, check_joints, describe, reshape_
@@ -18,6 +18,8 @@ __all__ = [
     "CompactReport",
     "Coupled",
     "Differs",
+    "Heads",
+    "Neurons",
     "check_joints",
     "compact",
     "compact_report",

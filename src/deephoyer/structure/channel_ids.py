@@ -22,6 +22,7 @@ class Labels:
     def __init__(self, model: nn.Module, exact: bool = True) -> None:
         self.exact = exact
         self.rounding = torch.float64
+        self.layer_norms: dict[str, Tensor] = {}
         self.joined = Joined()
         self.blocks: list[Blocks] = []
         self._model = model

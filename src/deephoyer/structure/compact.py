@@ -18,12 +18,12 @@ from deephoyer.errors import UserError, unknown
 from deephoyer.inference import Examples
 from deephoyer.pretrained import note_shape
 from deephoyer.structure.channels import IN, OUT, ChannelGraph, Place
-from deephoyer.structure.coupled import Coupled, clean_copy
+from deephoyer.structure.coupled import Coupled, clean_copy, shared_copy
 from deephoyer.structure.equality import Differs, same
 from deephoyer.structure.fold_constants import Folded, fold, shared_layers
 from deephoyer.structure.joints import ConstantLayer, around, gather, laid_out, merged, replace
-from deephoyer.structure.layers import CONV, LINEAR, NORM, WIRING, kind_of, size
-from deephoyer.structure.remove import remove, spare_last, tensor_of, zero
+from deephoyer.structure.layers import CONV, EMBEDDING, LINEAR, NORM, WIRING, kind_of, size
+from deephoyer.structure.remove import own_parameters, remove, spare_last, tensor_of, zero
 from deephoyer.weights import unwrap
 
 JOINTS = ("none", "gather")
@@ -43,6 +43,8 @@ class SetReport:
 class CompactReport:
     """What compaction did: to sets of channels, constants, whole layers, inputs; and how close the outputs are.
 
+    `error` is the largest difference of an output, relative to the scale of all: rounding, where it is `exact`.
+
     `idle` are layers that eval mode never calls (auxiliary heads): they are left as they were, and may
     no longer fit what feeds them in training.
     """
@@ -53,6 +55,7 @@ class CompactReport:
     dropped: list[str] = field(default_factory=list)
     idle: list[str] = field(default_factory=list)
     joints: dict[str, dict[str, tuple[int, int]]] = field(default_factory=dict)
+    exact: bool = True
     parameters_before: int = 0
     parameters_after: int = 0
     error: float = 0.0
@@ -63,13 +66,20 @@ class CompactReport:
 
 
 def compact(
-    model: nn.Module, example_inputs: Examples, *, groups: Coupled | None = None, joints: str = "none"
+    model: nn.Module,
+    example_inputs: Examples,
+    *,
+    groups: Coupled | None = None,
+    joints: str = "none",
+    exact: bool = True,
 ) -> nn.Module:
     """A new module with the same outputs, physically without what is dead; the model stays as it is.
 
     What is no tensor in the example inputs (a flag, a number) is taken as part of the network, as it is there.
     `groups` shares the graph of a `Coupled` made from this model. With `joints="gather"` each layer also
-    loses the inputs and outputs that are dead in it alone, with index selection around it.
+    loses the inputs and outputs that are dead in it alone, with index selection around it. With `exact=False`, which
+    `groups` must then be made with too, dead channels that a layer norm is over go as well (a transformer's width):
+    that is *not* the same function, to be finetuned, and the report says by how much it differs.
 
     >>> net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
     >>> _ = net[0].weight.data[1].zero_(), net[0].bias.data[1].zero_()
@@ -84,8 +94,10 @@ def compact(
         raise unknown("kind of joint", joints, JOINTS)
     if groups is not None and not isinstance(groups, Coupled):
         raise UserError(f"compact: groups is {groups!r}; it must be a `Coupled` made from this model, or left out.")
+    if groups is not None and groups.graph.exact != exact:
+        raise UserError(f"compact: exact={exact}, but the groups were made with exact={groups.graph.exact}.")
     model = unwrap(model)
-    graph = _graph(model, example_inputs, groups)
+    graph = _graph(model, groups or Coupled(model, example_inputs, exact))
     if joints == "gather":
         return _compacted(model, example_inputs, graph, _inner(graph), True)
     try:
@@ -98,21 +110,28 @@ def _compacted(
     model: nn.Module, example_inputs: Examples, graph: ChannelGraph, jointed: list[str], outputs: bool
 ) -> nn.Module:
     """The smaller network; layers that are `jointed` may get a joint, behind them too where `outputs` says so."""
-    small = clean_copy(model)
-    report = CompactReport(parameters_before=_count(model))
-    found = fold(small, example_inputs)
-    graph = _with_new_biases(small, graph)
-    dead = dead_channels(small, graph)
+    report = CompactReport(parameters_before=_count(model), exact=graph.exact)
+    dead = dead_channels(model, graph)
     gone = spare_last(graph, dead)
-    zero(small, graph, dead & ~gone)
-    remove(small, graph, gone)
+    if torch.equal(dead, gone) and not _constants(model, graph, dead):
+        small = shared_copy(model)
+        remove(small, graph, gone)
+        own_parameters(small, model)
+    else:
+        small = clean_copy(model)
+        found = fold(small, example_inputs)
+        graph = _with_new_biases(small, graph)
+        dead = dead_channels(small, graph)
+        gone = spare_last(graph, dead)
+        zero(small, graph, dead & ~gone)
+        remove(small, graph, gone)
+        report.folded, report.kept = found.folded, found.kept
+        _stand_still(small, _inner(graph), fold(small, example_inputs), report)
     report.sets = _sets(graph, gone)
-    report.folded, report.kept = found.folded, found.kept
-    _stand_still(small, _inner(graph), fold(small, example_inputs), report)
     _add_joints(small, jointed, outputs, report)
     report.idle = [n for n, m in model.named_modules() if kind_of(m) in (LINEAR, CONV) and n not in graph.order]
     report.error = same(
-        clean_copy(model),
+        shared_copy(model),
         small,
         example_inputs,
         _alive(model, graph, dead, gone),
@@ -181,11 +200,12 @@ def _read_at(model: nn.Module, graph: ChannelGraph, place: Place, dims: list[int
     for d in dims:
         if d != dim and (gone := dead[graph.places[name, d]]).any():
             there = there.index_select(d, torch.nonzero(~gone).flatten().to(there.device))
-    return there.movedim(dim, 0).flatten(1).any(1).cpu()
+    there = there.movedim(dim, 0)
+    return there.reshape(len(there), -1).any(1).cpu()
 
 
-def _graph(model: nn.Module, inputs: Examples, groups: Coupled | None) -> ChannelGraph:
-    graph = (groups or Coupled(model, inputs)).graph
+def _graph(model: nn.Module, groups: Coupled) -> ChannelGraph:
+    graph = groups.graph
     for (name, dim), channels in graph.places.items():
         try:
             fits = name in graph.wirings or tensor_of(model, name).shape[dim] == len(channels)
@@ -196,6 +216,23 @@ def _graph(model: nn.Module, inputs: Examples, groups: Coupled | None) -> Channe
         if not fits:
             raise UserError(f"compact: the groups are of another model: {name!r} is not the tensor they know.")
     return graph
+
+
+def _constants(model: nn.Module, graph: ChannelGraph, dead: Tensor) -> bool:
+    """Whether a layer that is alive has outputs that its input doesn't reach: there may be something to fold."""
+    for name in graph.order:
+        module: Any = model.get_submodule(name)
+        kind = kind_of(module)
+        if kind in (None, WIRING, EMBEDDING) or module.weight is None:
+            continue
+        assert kind is not None
+        dim = kind.out["weight"]
+        there = (module.weight.detach() != 0).movedim(dim, 0)
+        idle = ~there.reshape(len(there), -1).any(1).cpu()
+        channels = graph.places.get((f"{name}.weight" if name else "weight", dim))
+        if bool((idle if channels is None else idle & ~dead[channels]).any()):
+            return True
+    return False
 
 
 def _with_new_biases(model: nn.Module, graph: ChannelGraph) -> ChannelGraph:

@@ -21,7 +21,7 @@ from deephoyer.structure.channels import ChannelGraph, ChannelSet, Place
 from deephoyer.structure.equality import Differs, same
 from deephoyer.structure.follow import CannotFollow, follow, plain_attention
 from deephoyer.structure.inputs import one_sample, outputs_in
-from deephoyer.structure.remove import remove, spare_last, zero
+from deephoyer.structure.remove import remove, spare_last, tensor_of, zero
 from deephoyer.structure.sizes import SizeRule, apply_sizes, learn_sizes
 from deephoyer.weights import LAYERS, Weight, unwrap
 
@@ -35,12 +35,18 @@ class Coupled(Grouping):
     """
 
     name = "coupled"
+    what = "channel"
     needs_graph = True
 
-    def __init__(self, model: nn.Module, example_inputs: Examples):
+    def __init__(self, model: nn.Module, example_inputs: Examples, exact: bool = True):
+        """Without `exact`, channels that a layer norm is over may go too, though it is not the same function then."""
         self.model = unwrap(model)
-        self.graph = proven(self.model, example_inputs)
+        self.graph = proven(self.model, example_inputs, exact)
         self._wired = self.graph.wired()
+
+    def _meant(self, one: ChannelSet) -> bool:
+        """Whether a set of channels is of this kind of group."""
+        return True
 
     @property
     def sets(self) -> list[ChannelSet]:
@@ -56,12 +62,12 @@ class Coupled(Grouping):
         meant = {id(weight.tensor) for weight in weights}
         units: list[Unit] = []
         for one in self.sets:
-            parts = [] if one.reason else self._parts(one)
+            parts = self._parts(one) if one.reason is None and self._meant(one) else []
             if parts and all(p.tensor.requires_grad for p in parts) and self._all_of(parts, meant):
                 units.append(SliceUnit(one.name, parts, count=len(one.channels)))
         if not units:
             raise UserError(
-                f"coupled: no channel of this model can be removed{self._because()}. "
+                f"{self.name}: no {self.what} of this model can be removed{self._because()}. "
                 "With parameters=, all layers that a channel runs through must be among them; and it must be made from "
                 "this very model, not from a copy."
             )
@@ -99,6 +105,42 @@ class Coupled(Grouping):
         if name not in named:
             return []  # a buffer, or a shortcut without weights
         return [Slices.along(name, named[name], dim, 1, bins.to(named[name].device))]
+
+
+class Heads(Coupled):
+    """every attention head with all that belongs to it: rows of queries, keys and values, columns of the projection
+
+    Where several heads share a key (grouped queries), they go together.
+
+    >>> net = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+    >>> [unit.count for unit in Heads(net, torch.zeros(1, 3, 16)).units([])]
+    [4]
+    """
+
+    name = "heads"
+    what = "head"
+
+    def _meant(self, one: ChannelSet) -> bool:
+        return one.heads
+
+
+class Neurons(Coupled):
+    """every hidden neuron of a pair of linear layers, with the row that makes it and the column that reads it
+
+    Two layers that are multiplied (SwiGLU) lose the same neurons.
+
+    >>> net = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+    >>> [unit.names for unit in Neurons(net, torch.zeros(1, 3, 16)).units([])]
+    [['linear1.weight', 'linear1.bias', 'linear2.weight']]
+    """
+
+    name = "neurons"
+    what = "neuron"
+
+    def _meant(self, one: ChannelSet) -> bool:
+        readers = [place for place in one.places if place in self.graph.reads]
+        sizes = {tensor_of(self.model, name).dim() for name, _ in one.places if name not in self.graph.wirings}
+        return not one.heads and len(readers) == 1 and max(sizes) == 2 and readers[0] not in self.graph.writes
 
 
 def proven(model: nn.Module, inputs: Examples, exact: bool = True) -> ChannelGraph:

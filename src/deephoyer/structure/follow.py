@@ -301,7 +301,8 @@ class Follower(TorchDispatchMode):
             blocks=list(dict.fromkeys(block for block in n.blocks if block.place in places)),
             exact=n.exact,
             rounding=n.rounding,
-            norms={name: (norm, numbered(nodes)) for name, (norm, nodes) in self._norms.items()},
+            norms={name: (norm, numbered(nodes)) for name, (norm, nodes) in self._norms.items()}
+            | {name: (RmsNorm("eps", 0.0), numbered(nodes)) for name, nodes in n.layer_norms.items()},
             calls={
                 call: SizedCall(asked, sizes, [[numbered(nodes) for nodes in lying] for lying in along])
                 for call, (asked, sizes, along) in self._calls.items()

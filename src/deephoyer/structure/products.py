@@ -26,6 +26,8 @@ def product(n: Labels, op: Operation, left: Tensor, right: Tensor) -> list[Tenso
     """The axes of left @ right, two tensors with as many dimensions."""
     read(n, op, left, left.dim() - 1, right, right.dim() - 2)
     rows, columns = n.across(left, -1), n.across(right, -2)
+    if left.dim() == 3 and not n.is_weight(left) and not n.is_weight(right):  # attention that is written out
+        n.heads += [axis for axis in (*rows, *columns) if axis.shape[0] > 1]
     return meet(n, [([*left.shape[:-1], 1], rows), ([*right.shape[:-2], 1, right.shape[-1]], columns)], op.where)
 
 
@@ -172,6 +174,9 @@ def normalises_layer(n: Labels, op: Operation) -> None:
     for axis in n.of(x):
         if any(n.varies(axis, d) for d in over) and n.exact:
             n.joined.fix(axis, f"{op.where} normalises over channels")
+    name = n.owner(op.given[1]) if len(op.given) > 1 else None
+    if not n.exact and name is not None and len(over) == 1 and (lying := n.along(x, -1)):
+        n.layer_norms.setdefault(name.rpartition(".")[0], n.line(lying[0], -1))
     scales = [(t.shape, n.of(t)) for t in op.given[1:]]
     n.set(op.outs[0], meet(n, [(x.shape, n.of(x)), *scales], op.where))
     for tensor in op.outs[1:]:

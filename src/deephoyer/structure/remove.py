@@ -126,6 +126,14 @@ def replace_tensor(homes: list[tuple[nn.Module, str]], new: Tensor) -> None:
             put(module, name, new, renewed)
 
 
+def own_parameters(small: nn.Module, model: nn.Module) -> None:
+    """Gives a copy that shares parameters with a model its own."""
+    theirs = {id(p) for p in model.parameters()}
+    for identity, homes in homes_of(small).items():
+        if identity in theirs:
+            replace_tensor(homes, getattr(*homes[0]).detach())
+
+
 def _unwire(module: Any, side: int, gone: Tensor) -> None:
     lost = gone.tolist()
     source = [-1 if s >= 0 and lost[s if side == IN else j] else s for j, s in enumerate(module.source)]
