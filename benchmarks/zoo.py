@@ -32,7 +32,10 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import deephoyer as dh
+from deephoyer.executed import executed
+from deephoyer.inference import batch_of
 from deephoyer.structure.compact import compact_report
+from deephoyer.weights import all_weights
 from zoo_networks import NotBuilt, build, names
 from zoo_table import render
 
@@ -88,12 +91,21 @@ def difference(model: nn.Module, small: nn.Module, inputs: Any) -> float:
     return max(gaps)
 
 
-@torch.no_grad()
 def macs_of(model: nn.Module, inputs: Any) -> int:
-    """Multiply-accumulates by torch's flop counter, which counts two for each; it knows no recurrent layers."""
-    with FlopCounterMode(display=False) as counter:
-        called(model, inputs)
-    return counter.get_total_flops() // 2
+    """Multiply-accumulates that are executed, recurrent layers and fused attention included."""
+    used, other = executed(model, inputs, {w.name: w.tensor for w in all_weights(model)})
+    return sum(used.values()) + sum(other.values())
+
+
+@torch.no_grad()
+def macs_by_torch(model: nn.Module, inputs: Any) -> int | None:
+    """By torch's flop counter, which counts two for each, where it can look at the network at all."""
+    try:
+        with FlopCounterMode(display=False) as counter:
+            called(model, inputs)
+        return counter.get_total_flops() // 2 // batch_of(inputs)
+    except Exception:
+        return None
 
 
 def parameters_of(model: nn.Module) -> int:
@@ -149,6 +161,7 @@ def ours(model: nn.Module, inputs: Any) -> dict[str, Any]:
     record |= {
         "parameters_left": parameters_of(small),
         "macs_left": macs_of(small, inputs),
+        "macs_left_by_torch": macs_by_torch(small, inputs),
         "difference": difference(model, small, inputs),
         "claimed_difference": compact_report(small).error,
         "inner_left": inner_left(model, small, groups),
@@ -207,6 +220,7 @@ def examined(family: str, name: str, side: bool) -> Iterator[dict[str, Any]]:
         yield record | {"status": "not built", "why": str(why)}
         return
     record |= {"parameters": parameters_of(model), "macs": macs_of(model, inputs)}
+    record["macs_by_torch"] = macs_by_torch(model, inputs)
     record["dtype"] = str(next(model.parameters()).dtype).removeprefix("torch.")
     other = copy.deepcopy(model) if side else None
     record |= ours(model, inputs)
