@@ -5,6 +5,8 @@ import torch
 
 import image_folders
 from deephoyer.lab import models, recipe
+from deephoyer.lab.recipe import Command
+from deephoyer.lab.report.publish import publish
 from deephoyer.lab.runs import checkpoint
 from deephoyer.lab.train.result import finish
 from deephoyer.lab.train.run import Run
@@ -32,6 +34,25 @@ def short(photos, *changes):
     stages = [f"{stage}.{key}" for stage in trained for key in ("epochs=1", "milestones=[1]")]
     here = f"data={{name: folder, path: {photos}, size: 227, resize: 256, workers: 0}}"
     return recipe.read("paper/alexnet", [here, "device=cpu", "precision=float32", "batch_size=6", *stages, *changes])
+
+
+def test_the_papers_table_by_layer_is_made_from_a_record(tmp_path, photos, command):
+    changes = ["model={name: alexnet, classes: 12, width: 0.06}", "data={name: folder, size: 227, resize: 256}"]
+    changes += [f"data.path={photos}", "data.workers=0", "device=cpu", "precision=float32", "batch_size=6"]
+    changes += [f"{stage}={{epochs: 0}}" for stage in ("pretrain", "finetune")]
+    changes += ["regularize={epochs: 0, strength: 0}"]
+    job = Run(recipe.read("paper/alexnet", changes), tmp_path / "run", command=Command("paper/alexnet", tuple(changes)))
+    result = finish(job.execute())
+    record = publish(tmp_path / "run", tmp_path / "results")
+    assert record.measured.top5 == result["top5"]["finetuned"] and record.digest == job.recipe.digest()
+    text = "".join(path.read_text() for path in (tmp_path / "results").rglob("*.json"))
+    assert str(photos) not in text and '"right5"' in text
+    status, said, _ = command("table", "alexnet-layers", "--results", tmp_path / "results")
+    rows = {line.split("|")[1].strip(): line for line in said.splitlines()}
+    assert status == 0 and list(rows)[2:] == [*(row["name"] for row in result["sparse"]["rows"]), "total"]
+    for row in result["sparse"]["rows"]:
+        assert f" {row['nonzeros']:,} |" in rows[row["name"]]
+    assert "| 0.781M |" in rows["fc1"] and "ours: paper/alexnet" in rows["layer"]
 
 
 @pytest.mark.parametrize("penalty", PENALTIES)

@@ -491,6 +491,10 @@ class Recipe(_Part):
         content["data"] = what_data(content["data"])
         return dict(_whole(content))
 
+    def anywhere(self) -> Recipe:
+        """The same without what is this machine's alone, as others get to see it."""
+        return self.model_copy(update={"data": what_data(self.data)})
+
     def digest(self) -> str:
         """The recipe's identity: the same for runs that differ by seed or device alone, whatever it is called."""
         text = json.dumps(self.settings(), sort_keys=True, ensure_ascii=True)

@@ -66,6 +66,7 @@ def table(
 ) -> None:
     """Prints a table of reported and measured results, or writes the page of all of them and the index of records."""
     from deephoyer.files import write_atomically
+    from deephoyer.lab.report.alexnet_layers import NAME, alexnet_layers
     from deephoyer.lab.report.index import INDEX, index
     from deephoyer.lab.report.paper_tables import paper_table
     from deephoyer.lab.report.results_page import page, section
@@ -74,6 +75,10 @@ def table(
     if name is not None:
         if write:
             raise UserError("--write is for the whole page; leave out the table's name.")
+        if name == NAME:
+            by_layer = alexnet_layers(records)
+            typer.echo(by_layer.csv() if as_csv else by_layer.markdown() + "\n", nl=False)
+            return
         chosen = paper_table(name)
         typer.echo(chosen.table(records).csv() if as_csv else section(chosen, records), nl=False)
     elif write:

@@ -16,13 +16,16 @@ from torch import Tensor, nn
 
 from deephoyer.counting import count, layer_widths
 from deephoyer.lab import data as datasets
+from deephoyer.lab.data import TEST, Source
 from deephoyer.lab.report.record import CompactRecord, LayerRecord, Measured, NetworkRecord, Timing
 from deephoyer.lab.schema import Recipe, named
+from deephoyer.lab.train.evaluate import Correct, counted
 from deephoyer.latency import Latency
 from deephoyer.latency import measure as measure_latency
 from deephoyer.structure import compact
 
 BATCH = 200  # what a convolution's output of this many images takes fits into a core's cache
+STREAMED = 50  # of larger ones
 
 
 def measure(model: nn.Module, recipe: Recipe, compacted: bool = True) -> Measured:
@@ -30,13 +33,16 @@ def measure(model: nn.Module, recipe: Recipe, compacted: bool = True) -> Measure
 
     With `compacted`, what is dead is taken out first, and the images are shown to what is left.
     """
-    x, y = _test_set(json.dumps(named(recipe.data), sort_keys=True))
+    source = _source(json.dumps(named(recipe.data), sort_keys=True))
+    example = source.example(2)
     model = model.float().cpu().eval()
-    rows, total = count(model, x[:1])
-    small = compact(model, x[:2], joints=recipe.joints) if compacted else None
+    rows, total = count(model, example[:1])
+    small = compact(model, example, joints=recipe.joints) if compacted else None
+    score = _score(model if small is None else small, source)
     return Measured(
-        right=_right(model if small is None else small, x, y),
-        images=len(x),
+        right=score.right,
+        right5=score.right5,
+        images=score.images,
         layer_widths=layer_widths(rows),
         total=NetworkRecord(
             weights=total.weights,
@@ -46,7 +52,7 @@ def measure(model: nn.Module, recipe: Recipe, compacted: bool = True) -> Measure
             macs_paper=total.macs_paper or 0,
             macs_executed=total.macs_executed or 0,
         ),
-        compact=None if small is None else _compacted(small, x[:1]),
+        compact=None if small is None else _compacted(small, example[:1]),
         layers=tuple(LayerRecord(**{key: getattr(row, key) for key in LayerRecord.model_fields}) for row in rows),
     )
 
@@ -56,19 +62,17 @@ def _compacted(small: nn.Module, example: Tensor) -> CompactRecord:
     return CompactRecord(macs=total.macs_executed or 0, parameters=total.parameters)
 
 
-@torch.inference_mode()
-def _right(model: nn.Module, x: Tensor, y: Tensor) -> int:
+def _score(model: nn.Module, source: Source) -> Correct:
     model = model.to(memory_format=torch.channels_last)  # twice as fast on a CPU
-    answers = (model(images).argmax(1) == labels for images, labels in zip(x.split(BATCH), y.split(BATCH), strict=True))
-    return sum(int(right.sum()) for right in answers)
+    return Correct.read(counted(model, source, TEST, BATCH if source.in_memory else STREAMED), source)
 
 
 @cache
-def _test_set(settings: str) -> tuple[Tensor, Tensor]:
-    """Test images as floats, once a process: a tree of records is verified on the same few."""
+def _source(settings: str) -> Source:
+    """The data, once a process: a tree of records is verified on the same few."""
     choice = json.loads(settings)
-    found = datasets.load(choice.pop("choice"), **choice)
-    return found.floats(found.test_x), found.test_y
+    found: Source = datasets.load(choice.pop("choice"), **choice)
+    return found
 
 
 # Time

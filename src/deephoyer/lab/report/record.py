@@ -70,6 +70,8 @@ class Measured(_Strict):
     """
 
     right: Count
+    right5: Count | None = None
+    """Those whose class is among the first five guesses, where there are more than ten classes."""
     images: int = Field(ge=1)
     layer_widths: str | None = None
     total: NetworkRecord
@@ -79,6 +81,10 @@ class Measured(_Strict):
     @property
     def accuracy(self) -> float:
         return self.right / self.images
+
+    @property
+    def top5(self) -> float | None:
+        return None if self.right5 is None else self.right5 / self.images
 
     @property
     def macs_executed(self) -> int:

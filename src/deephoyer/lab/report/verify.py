@@ -92,6 +92,8 @@ def compare(said: Measured, seen: Measured) -> list[str]:
     lines = []
     if said.images != seen.images or abs(said.right - seen.right) > TOLERANCE * seen.images:
         lines.append(_line("test images right", f"{said.right} of {said.images}", f"{seen.right} of {seen.images}"))
+    if said.right5 is not None and abs(said.right5 - (seen.right5 or 0)) > TOLERANCE * seen.images:
+        lines.append(_line("test images right in five guesses", said.right5, seen.right5))
     if said.layer_widths != seen.layer_widths:
         lines.append(_line("layer_widths", said.layer_widths, seen.layer_widths))
     lines += _fields("total", said.total, seen.total)
