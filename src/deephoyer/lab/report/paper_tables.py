@@ -114,13 +114,17 @@ def _columns(of: PaperTable) -> list[Column[Row]]:
     start = [
         _column("method", lambda r: r.method, lambda s: f"**{s.method}**", "left"),
         _column("numbers", lambda r: r.source, lambda s: CAPACITIES[capacity(s) or ""], "left"),
-        _column("epoch selection", _nothing, lambda s: s.protocol, "left"),
+        _column("epoch selection", _nothing, _selection, "left"),
         _column("seeds", _nothing, lambda s: len(s.records)),
     ]
     accuracy = {"alexnet": "top-5 error, points more", "resnet-50": "top-1, %"}.get(of.name, "accuracy, %")
     middle = [_column(accuracy, lambda r: r.accuracy, lambda s: s.spread(lambda x: 100 * x.measured.accuracy, 2))]
     end = [_column("`deephoyer run`", _nothing, _words, "left")]
     return [*start, *middle, *(_on_cifar(of) if of.floor is None else _on_mnist(of)), *end]
+
+
+def _selection(series: Series) -> str:
+    return f"{series.protocol}; settings picked on test images" if series.picked_on_test else series.protocol
 
 
 def _on_mnist(of: PaperTable) -> list[Column[Row]]:
@@ -248,7 +252,8 @@ def _highlight(table: PaperTable, series: list[Series]) -> str | None:
         ahead.sort(key=lambda s: -s.size)
         return ", ".join(f"{100 * s.accuracy:.2f} at {table.dense / s.size:.2f}×" for s in ahead)
     least = min(series, key=lambda s: s.size)
-    return f"{least.spread(least.size_of)} at {least.spread(lambda r: 100 * r.measured.accuracy, 2)}"
+    mark = " †" if least.picked_on_test else ""
+    return f"{least.spread(least.size_of)} at {least.spread(lambda r: 100 * r.measured.accuracy, 2)}{mark}"
 
 
 # One search for all penalties

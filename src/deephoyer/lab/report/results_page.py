@@ -20,9 +20,10 @@ loads each one whose weights are kept ({kept}), shows it the real test images an
 as their authors printed them.
 
 **Epoch selection.** *test-best* trains on all training images and keeps the epoch that is best on the test images, as
-the paper does; it flatters. *held-out* keeps a tenth of the training images out of training and selects on those; test
-images decide nothing. How strengths and thresholds were chosen is in the [lessons](lessons.md). The last column has the
-words that run a row again, or its first seed's record where they are many.
+the paper does; it flatters. *held-out* keeps a tenth of the training images out of training and selects on those; where
+test images had a say in the settings all the same, the row says so. How strengths and thresholds were chosen is in the
+[lessons](lessons.md). The last column has the words that run a row again, or its first seed's record where they are
+many.
 """
 
 MNIST = {

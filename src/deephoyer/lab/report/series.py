@@ -14,6 +14,15 @@ Size = Callable[[Record], int]
 """What a table counts of a record: nonzeros, or MACs by one of the ways."""
 
 
+PICKED_ON_TEST = {
+    ("lenet-300-100", "Hoyer-Square in ten rounds, input dropout"),
+    ("lenet-300-100", "Hoyer-Square in five rounds, shifts, teachers"),
+    ("lenet-300-100", "Group-HS to a target, decaying rates"),
+    ("lenet-300-100", "Group-HS to a target, shifts, teachers"),
+}
+"""Rows, by network, whose strengths and other settings were picked on test images before held-out runs were made."""
+
+
 @dataclass(frozen=True)
 class Series:
     """The seeds of one recipe, in order."""
@@ -32,6 +41,11 @@ class Series:
     @property
     def protocol(self) -> str:
         return self.first.protocol
+
+    @property
+    def picked_on_test(self) -> bool:
+        """Whether test images had a say in its settings, though they have none in its epochs."""
+        return self.protocol == "held-out" and (self.first.network, self.method) in PICKED_ON_TEST
 
     @property
     def tags(self) -> tuple[str, ...]:
