@@ -59,8 +59,10 @@ def remove(model: nn.Module, graph: ChannelGraph, dead: Tensor) -> None:
         else:
             cuts.setdefault(name, {})[dim] = keep
     homes = homes_of(model)
+    resized: dict[int, nn.Module] = {}  # all modules that share a parameter, not only the one it is called after
     for name, dims in cuts.items():
         old = tensor_of(model, name)
+        resized |= {id(module): module for module, _ in homes[id(old)]}
         new = old.detach()
         for dim, keep in dims.items():
             new = new.index_select(dim, keep.to(old.device))
@@ -72,8 +74,8 @@ def remove(model: nn.Module, graph: ChannelGraph, dead: Tensor) -> None:
             narrow(module, left)
         else:
             set_size(module, block.attribute, left)
-    for name in {name.rpartition(".")[0] for name in cuts}:
-        resize(model.get_submodule(name))
+    for module in resized.values():
+        resize(module)
     for name, (norm, channels) in graph.norms.items():
         absorb(model.get_submodule(name), norm, len(channels), int((~dead[channels]).sum()))
     apply_sizes(model, graph.sizes, graph.calls, dead)
