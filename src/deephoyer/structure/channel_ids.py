@@ -36,6 +36,7 @@ class Labels:
         self._own: dict[int, tuple[str, Tensor]] = {}
         self._views: dict[int, Tensor] = {}
         self._discrete: dict[int, Tensor] = {}
+        self._passing: dict[int, Tensor] = {}
         self._mixed: dict[int, tuple[Tensor, list[Tensor], str]] = {}
         self._starts: list[int] = []
         self._places: list[Place] = []
@@ -96,8 +97,12 @@ class Labels:
         return id(tensor) in self._discrete
 
     def is_made(self, tensor: Tensor) -> bool:
-        """A constant that was made on the way: it may follow the sizes of others, which a trial shows."""
-        return id(tensor) in self._constants and id(tensor) not in self._own and not self.of(tensor)
+        """Made on the way of nothing that was given, or for one use: it may follow others' sizes, as a trial shows."""
+        made = id(tensor) in self._passing or (id(tensor) in self._constants and id(tensor) not in self._own)
+        return made and not self.of(tensor)
+
+    def set_passing(self, tensor: Tensor) -> None:
+        self._passing[id(tensor)] = tensor
 
     def set_view(self, tensor: Tensor) -> None:
         """The tensor is a parameter laid out in another way: each of its elements is one of the parameter's."""

@@ -230,6 +230,9 @@ class Follower(TorchDispatchMode):
                 n.fix(op.given, f"{op.name} in {op.where} is not understood")
                 for tensor in op.outs:
                     n.set(tensor, [])
+        if op.opened and not any(n.known(t) for t in op.given):
+            for tensor in op.outs:
+                n.set_passing(tensor)  # a mask laid out for each head
         if weight and op.given:
             for tensor in op.outs:
                 n.set_view(tensor)

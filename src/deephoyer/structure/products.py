@@ -253,7 +253,7 @@ def attends(n: Labels, op: Operation) -> None:
             axes = [a.repeat_interleave(times, 1) if a.shape[1] > 1 else a for a in axes]
             shape[1] = heads
         parts.append((shape, axes))
-    if isinstance(mask, Tensor):
+    if isinstance(mask, Tensor) and not n.is_made(mask):
         parts.append((mask.shape, n.of(mask)))
     n.heads += [axis for _, axes in parts for axis in axes]
     columns = n.along(value, -1)
