@@ -278,3 +278,23 @@ def test_channels_that_run_through_a_layer_left_alone_stay():
     assert masks["layer1.0.conv1.weight"].any((1, 2, 3)).sum() == 8 and "linear.weight" not in masks
     with pytest.raises(UserError, match="must be among them"):
         coupled.units(find_weights(model, "linear.weight"))
+
+
+def test_a_deep_network_with_most_of_its_channels_dead_is_followed_and_compacted():
+    """What wakes zeros in a trial must not blow up over a hundred layers whose running variances are tiny."""
+    torch.manual_seed(0)
+    model, x = make("resnet-110").double().eval(), torch.randn(2, 3, 32, 32).double()
+    with torch.no_grad():
+        for name, module in model.named_modules():
+            if isinstance(module, nn.BatchNorm2d):
+                dead = torch.rand(module.num_features) < 0.8
+                module.weight[dead] = module.bias[dead] = 0
+                module.running_var[dead], module.running_mean[dead] = 1e-12, 0
+                if torch.rand(()) < 0.4 and "bn2" in name:
+                    module.weight.zero_()
+                    module.bias.zero_()
+            elif isinstance(module, nn.Conv2d):
+                module.weight[torch.rand(len(module.weight)) < 0.8] = 0
+    small = compact(model, x)
+    assert sum(p.numel() for p in small.parameters()) < 0.2 * sum(p.numel() for p in model.parameters())
+    assert torch.allclose(small(x), model(x), rtol=1e-9, atol=1e-12)

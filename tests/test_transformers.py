@@ -103,7 +103,7 @@ NETWORKS: dict[str, tuple[Callable[[], Made], float, float]] = {
     "vit, torchvision": (tv_vit, 0.9, 1e-9),
     "vit, timm": (lambda: timm_net("test_vit", 160), 0.7, 1e-9),
     "swin, torchvision": (tv_swin, 0.7, 1e-9),
-    "unet, diffusers": (unet, 0.75, 1e-9),
+    "unet, diffusers": (unet, 0.5, 1e-9),
 }
 SLOW: dict[str, tuple[Callable[[], Made], float, float]] = {
     "mistral": (lambda: hf("MistralForCausalLM", "MistralConfig", **GQA), 0.35, 1e-6),

@@ -65,7 +65,8 @@ class Labels:
         return axes
 
     def set(self, tensor: Tensor, axes: list[Tensor]) -> None:
-        self._of[id(tensor)] = (tensor, axes)
+        """What is one channel all over says nothing of the tensor's elements, and is left out."""
+        self._of[id(tensor)] = (tensor, [axis for axis in axes if axis.numel() > 1])
 
     def fits(self, tensor: Tensor) -> bool:
         """Whether its axes have the tensor's sizes, or 1."""
@@ -102,6 +103,7 @@ class Labels:
         return made and not self.of(tensor)
 
     def set_passing(self, tensor: Tensor) -> None:
+        self._of.pop(id(tensor), None)
         self._passing[id(tensor)] = tensor
 
     def set_view(self, tensor: Tensor) -> None:

@@ -23,7 +23,7 @@ from deephoyer.structure.equality import Differs, same
 from deephoyer.structure.fold_constants import Folded, fold, shared_layers
 from deephoyer.structure.joints import ConstantLayer, around, gather, laid_out, merged, replace
 from deephoyer.structure.layers import CONV, EMBEDDING, LINEAR, NORM, WIRING, kind_of, size
-from deephoyer.structure.remove import own_parameters, remove, spare_last, tensor_of, zero
+from deephoyer.structure.remove import alive_outputs, own_parameters, remove, spare_last, tensor_of, zero
 from deephoyer.weights import unwrap
 
 JOINTS = ("none", "gather")
@@ -134,7 +134,7 @@ def _compacted(
         shared_copy(model),
         small,
         example_inputs,
-        _alive(model, graph, dead, gone),
+        alive_outputs(model, graph, dead, gone),
         exact=graph.exact,
         rounding=graph.rounding,
     )
@@ -315,19 +315,6 @@ def _add_joints(model: nn.Module, layers: list[str], outputs: bool, report: Comp
                 replace(model, name, joint)
             else:
                 replace(model, outer[0], merged(outer[1], joint))
-
-
-def _alive(model: nn.Module, graph: ChannelGraph, dead: Tensor, gone: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-    """For each layer, which of its outputs matter: their indices in the model and in the smaller one."""
-    matter: dict[str, tuple[Tensor, Tensor]] = {}
-    for name in graph.order:
-        kind = kind_of(model.get_submodule(name))
-        channels = None if kind is None or kind is WIRING else graph.places.get((f"{name}.weight", kind.out["weight"]))
-        if channels is not None:
-            left = torch.nonzero(~gone[channels]).flatten()
-            live = torch.nonzero(~dead[channels[left]]).flatten()
-            matter[name] = (left[live], live)
-    return matter
 
 
 def _count(model: nn.Module) -> int:

@@ -21,7 +21,7 @@ from deephoyer.structure.channels import ChannelGraph, ChannelSet, Place
 from deephoyer.structure.equality import Differs, same
 from deephoyer.structure.follow import CannotFollow, follow, plain_attention
 from deephoyer.structure.inputs import one_sample, outputs_in
-from deephoyer.structure.remove import remove, spare_last, tensor_of, zero
+from deephoyer.structure.remove import alive_outputs, remove, spare_last, tensor_of, zero
 from deephoyer.structure.sizes import SizeRule, apply_sizes, learn_sizes
 from deephoyer.weights import LAYERS, Weight, unwrap
 
@@ -205,7 +205,8 @@ def _try(model: nn.Module, graph: ChannelGraph, sets: list[ChannelSet], inputs: 
     if learn:
         graph.sizes |= _learnt(small, graph, dead, inputs)
         apply_sizes(small, graph.sizes, graph.calls, dead)
-    same(big, small, inputs, more=1, exact=graph.exact, rounding=graph.rounding)
+    alive = alive_outputs(big, graph, dead, dead)
+    same(big, small, inputs, alive, more=1, exact=graph.exact, rounding=graph.rounding)
 
 
 def _learnt(small: nn.Module, graph: ChannelGraph, dead: Tensor, inputs: Examples) -> set[SizeRule]:
@@ -240,16 +241,21 @@ def _give_up(model: nn.Module, graph: ChannelGraph, free: list[ChannelSet], inpu
                 seen.update(channels.tolist())
         suspects = [one for one in free if seen.intersection(one.channels)]
         if not name and not suspects:
-            raise CannotFollow(f"coupled: module {why.module!r} can't be followed: {why}") from why
+            if not free:
+                raise CannotFollow(f"coupled: module {why.module!r} can't be followed: {why}") from why
+            suspects = free
         name = name.rpartition(".")[0]
-    alone = [one for one in suspects if not _passes(model, graph, one, inputs)] or suspects
-    for one in alone:
+    for one in _failing(model, graph, suspects, inputs) or suspects:
         graph.fixed.update(dict.fromkeys(one.channels, f"{why.module or 'the model'!r} has sizes written into it"))
 
 
-def _passes(model: nn.Module, graph: ChannelGraph, one: ChannelSet, inputs: Examples) -> bool:
+def _failing(model: nn.Module, graph: ChannelGraph, sets: list[ChannelSet], inputs: Examples) -> list[ChannelSet]:
+    """The sets that fail by themselves, found by halves."""
     try:
-        _try(model, graph, [one], inputs)
+        _try(model, graph, sets, inputs)
+        return []
     except Differs:
-        return False
-    return True
+        if len(sets) < 2:
+            return sets
+    half = len(sets) // 2
+    return [one for part in (sets[:half], sets[half:]) for one in _failing(model, graph, part, inputs)]

@@ -34,6 +34,7 @@ from deephoyer.structure.sizes import (
     CallCounter,
     Setting,
     SizedCall,
+    SizeRule,
     counts_heads,
     mark_settings,
     slices_of,
@@ -96,6 +97,7 @@ class Follower(TorchDispatchMode):
         self._asleep = 0
         self._asked: list[int] = []
         self._counter = CallCounter()
+        self._sizes: set[SizeRule] = set()
         self._calls: dict[Call, tuple[list[int], list[int], list[list[Tensor]]]] = {}
         self._modules = dict(model.named_modules())
         self._wirings: dict[str, tuple[Tensor, Tensor]] = {}
@@ -158,6 +160,7 @@ class Follower(TorchDispatchMode):
                 self._normalise(name, module, norm, tensors_in((args, kwargs))[0], output)
             if opened(module):
                 self._open_attention(name, module)
+            self._check(name, module, tensors_in((args, kwargs)))
             self._asleep -= opaque
             self._counter.leave()
             self._stack.pop()
@@ -184,6 +187,19 @@ class Follower(TorchDispatchMode):
             self._norms.setdefault(name, (norm, n.line(axes[0], -1)))
         n.rounding = max(n.rounding, _inside(module, x), key=lambda dtype: torch.finfo(dtype).eps)
         n.set(y, operations.meet(n, [(x.shape, n.of(x)), (weight.shape, n.of(weight))], self.where()))
+
+    def _check(self, name: str, module: nn.Module, given: list[Tensor]) -> None:
+        """Attributes that a forward compares with the sizes of its inputs follow those."""
+        for value in vars(module).values():
+            if not isinstance(value, Setting) or not value.checked:
+                continue
+            size = int(value)
+            for tensor in given:
+                for dim in range(tensor.dim()):
+                    if tensor.shape[dim] == size and (lying := self._lying(tensor, dim)):
+                        call = (name, -2 - list(vars(module)).index(value.name))
+                        self._calls.setdefault(call, ([size], [size], [lying]))
+                        self._sizes.add(SizeRule(call, 0, (name, value.name)))
 
     def _open_attention(self, name: str, module: Any) -> None:
         """torch's attention says how many heads it has; whole ones go."""
@@ -242,7 +258,7 @@ class Follower(TorchDispatchMode):
         while True:
             settings = vars(self._modules[module])
             for name, value in settings.items():
-                if isinstance(value, int) and value == size and counts_heads(name):
+                if isinstance(value, int) and int(value) == size and counts_heads(name):
                     return True
             if not module or any(counts_heads(name) for name in settings):
                 return False
@@ -274,6 +290,9 @@ class Follower(TorchDispatchMode):
         for name, (outs, ins) in self._wirings.items():
             nodes[name, OUT], nodes[name, IN] = outs, ins
         roots = {place: find(its) for place, its in nodes.items()}
+        for its in roots.values():
+            if len(its) > 1 and bool((its == its[0]).all()):
+                n.joined.fix(its[:1], "all channels of a layer hang together")
         known = torch.unique(torch.cat([torch.zeros(0, dtype=torch.long), *roots.values()]))
         places = {place: torch.searchsorted(known, its) for place, its in roots.items()}
         wires = [pair for name in self._wirings for pair in self._wires(name, places)]
@@ -304,6 +323,7 @@ class Follower(TorchDispatchMode):
             blocks=list(dict.fromkeys(block for block in n.blocks if block.place in places)),
             exact=n.exact,
             rounding=n.rounding,
+            sizes=set(self._sizes),
             norms={name: (norm, numbered(nodes)) for name, (norm, nodes) in self._norms.items()}
             | {name: (RmsNorm("eps", 0.0), numbered(nodes)) for name, nodes in n.layer_norms.items()},
             calls={

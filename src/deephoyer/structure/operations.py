@@ -122,7 +122,8 @@ def takes(n: Labels, op: Operation) -> None:
             axes.append(axis.select(dim, 0) if op.name == "select" else axis)
             continue
         told = op.name == "slice" and len(op.asked) == 2 and op.argument("step", 4, 1) == 1
-        if op.out.numel() < x.numel() and n.varies(axis, dim) and not told:
+        alone = op.name == "slice" and op.out.shape[dim] == 1
+        if op.out.numel() < x.numel() and n.varies(axis, dim) and (alone or not told):
             n.joined.fix(axis, f"{op.where} takes channels by their position")
         axes.append(op.func(axis, *op.args[1:], **op.kwargs))
     n.set(op.out, axes)
@@ -139,7 +140,7 @@ def splits(n: Labels, op: Operation) -> None:
             pieces = [axis] * len(op.outs)
         else:
             pieces = list(axis.split([1] * len(op.outs) if unbinds else [t.shape[dim] for t in op.outs], dim))
-            if n.varies(axis, dim) and not listed:
+            if n.varies(axis, dim) and (not listed or min(t.shape[dim] for t in op.outs) < 2):
                 for piece in pieces[1:]:
                     if piece.shape == pieces[0].shape:
                         n.joined.join(piece, pieces[0])
@@ -386,6 +387,12 @@ def shuffles_pixels(n: Labels, op: Operation) -> None:
     n.set(op.out, axes)
 
 
+def makes(n: Labels, op: Operation) -> None:
+    """A new tensor for which only the type of another counts."""
+    for tensor in op.outs:
+        n.set_passing(tensor)
+
+
 def scatters(n: Labels, op: Operation) -> None:
     """Rows of one tensor added up in another, at places given by an index: neighbours in a graph."""
     target, dim, source = op.args[0], op.args[1], op.args[3]
@@ -413,6 +420,7 @@ _RULES: tuple[tuple[Rule, str], ...] = (
     (joins_on, "cat stack"),
     (takes, "slice select narrow"),
     (splits, "split split_with_sizes chunk unbind unsafe_split unsafe_chunk unsafe_split_with_sizes"),
+    (makes, "new_zeros new_ones new_full new_empty new_empty_strided"),
     (scatters, "scatter_add scatter_reduce index_add scatter"),
     (views, "view _unsafe_view reshape _reshape_alias"),
     (restrides, "as_strided"),

@@ -17,7 +17,7 @@ def multiplies(n: Labels, op: Operation) -> None:
     """x @ w: channels along the middle are read, rows of x and columns of w stay; a batch of either meets."""
     left, right = op.args[-2:] if op.name in ("addmm", "baddbmm") else op.args[:2]
     axes = product(n, op, left, right)
-    if op.name in ("addmm", "baddbmm"):
+    if op.name in ("addmm", "baddbmm") and not n.is_made(op.args[0]):
         axes = meet(n, [(op.out.shape, axes), (op.args[0].shape, n.of(op.args[0]))], op.where)
     n.set(op.out, axes)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from deephoyer.structure.attention import narrow, opened
 from deephoyer.structure.channels import IN, OUT, ChannelGraph, Place
-from deephoyer.structure.layers import Renewed, put
+from deephoyer.structure.layers import WIRING, Renewed, kind_of, put
 from deephoyer.structure.rms import absorb
 from deephoyer.structure.sizes import apply_sizes, set_size
 
@@ -134,6 +134,21 @@ def own_parameters(small: nn.Module, model: nn.Module) -> None:
     for identity, homes in homes_of(small).items():
         if identity in theirs:
             replace_tensor(homes, getattr(*homes[0]).detach())
+
+
+def alive_outputs(
+    model: nn.Module, graph: ChannelGraph, dead: Tensor, gone: Tensor
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """For each layer, which of its outputs matter: their indices in the model and in the smaller one."""
+    matter: dict[str, tuple[Tensor, Tensor]] = {}
+    for name in graph.order:
+        kind = kind_of(model.get_submodule(name))
+        channels = None if kind is None or kind is WIRING else graph.places.get((f"{name}.weight", kind.out["weight"]))
+        if channels is not None:
+            left = torch.nonzero(~gone[channels]).flatten()
+            live = torch.nonzero(~dead[channels[left]]).flatten()
+            matter[name] = (left[live], live)
+    return matter
 
 
 def _unwire(module: Any, side: int, gone: Tensor) -> None:

@@ -41,18 +41,30 @@ Call = tuple[str, int]  # a module's name, and which of the calls within it
 class Setting(int):
     """A whole number that is an attribute of a module, and still says so when it is handed on.
 
-    `divides` becomes true where something is computed from it that a new value would change.
+    `divides` becomes true where something is computed from it that a new value would change; `checked` where it was
+    found equal to another number, as a forward does that checks its input.
     """
 
     module: str
     name: str
     divides: bool = False
+    checked: bool = False
 
     @classmethod
     def of(cls, value: int, module: str, name: str) -> Setting:
         made = cls(value)
         made.module, made.name = module, name
         return made
+
+    def __eq__(self, other: object) -> bool:
+        equal = int.__eq__(self, other) if isinstance(other, int) else False
+        self.checked |= equal is True
+        return equal is True
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = int.__hash__
 
     def __rfloordiv__(self, other: int) -> int:
         self.divides = True
@@ -230,9 +242,8 @@ def learn_sizes(model: nn.Module, calls: dict[Call, SizedCall], dead: Tensor, ru
         if known is None or len(known.asked) != len(asked):
             return func(*args, **kwargs)
         expected = known.expected(dead)
-        pairs = zip(asked, expected, known.sizes, strict=True)
-        wrong = [i for i, (size, left, before) in enumerate(pairs) if left != before and size not in (left, -1)]
-        if not wrong:
+        wrong = [i for i, (size, left) in enumerate(zip(asked, expected, strict=True)) if size not in (left, -1)]
+        if not wrong or expected == known.sizes:
             return func(*args, **kwargs)
         for i in wrong:
             setting = known.asked[i]
@@ -263,10 +274,11 @@ def apply_sizes(model: nn.Module, rules: set[SizeRule], calls: dict[Call, SizedC
     """Tells a network's code the sizes that are left."""
     for rule in sorted(rules, key=lambda r: (r.call, r.position)):
         known = calls[rule.call]
-        value = known.expected(dead)[rule.position]
+        left = known.expected(dead)
+        value = left[rule.position]
         if rule.attribute is not None:
             set_size(model.get_submodule(rule.attribute[0]), rule.attribute[1], value)
-        elif value != known.sizes[rule.position]:
+        elif left != known.sizes:
             narrowed(model.get_submodule(rule.call[0]), rule.call[1], rule.position, value)
 
 
