@@ -351,3 +351,32 @@ def test_the_page_about_plans_runs_as_it_stands(capsys):
     page = (Path(__file__).parents[1] / "docs" / "plan.md").read_text(encoding="utf-8")
     exec(compile(page.split("```python\n")[1].split("```")[0], "plan.md", "exec"), {})
     assert "asked for: 0.4 of the MACs" in capsys.readouterr().out
+
+
+def test_a_density_beyond_reach_goes_as_far_as_it_can_and_says_why():
+    """No layer is emptied, and of four layers at least one weight each stays."""
+    model = network()
+    optimizer = adam(model)
+    plan = Plan(model, X, optimizer, Target(density=1e-6), 2, rounds=1, groups="filters")
+    for epoch in range(2):
+        train(model, optimizer, epoch, count=1)
+        plan.epoch()
+    plan.finish()
+    assert "no layer may be emptied" in plan.report.notes[0] and plan.report.reached < 0.5
+
+
+def test_single_weights_of_a_network_that_can_not_be_followed_are_pruned_all_the_same():
+    class Branch(nn.Module):
+        def forward(self, x):
+            return x if x.sum() > 0 else -x
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 20), Branch(), nn.Linear(20, 4))
+    optimizer = adam(model)
+    plan = Plan(model, torch.randn(4, 6), optimizer, Target(density=0.25), 2)
+    for _ in range(2):
+        model(torch.randn(8, 6)).square().mean().backward()
+        optimizer.step()
+        plan.epoch()
+    small = plan.finish()
+    assert small is not model and count(small)[1].density == pytest.approx(0.25, rel=0.02)

@@ -7,6 +7,7 @@ and what to train before and after, is for the caller.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,7 +28,7 @@ from deephoyer.latency import in_precision, latency_cost, measure
 from deephoyer.masks import Masks, cut, scored
 from deephoyer.rules import Rule, Scores, StdRatio, Verdict
 from deephoyer.scores import Loss, Score
-from deephoyer.structure import Coupled, compact
+from deephoyer.structure import CannotFollow, Coupled, compact
 from deephoyer.structure.channels import ChannelSet
 from deephoyer.targets import Target
 from deephoyer.weights import Weight, find_weights, unwrap
@@ -256,7 +257,19 @@ class Cutter:
         now = goal.measure()
         if goal.kept(now):
             return Cut([s.score > 0 for s in scores], now, [])
-        found = targets.value_for(
+        found, why = None, ""
+        while found is None:
+            try:
+                found = self._value(goal)
+            except targets.OutOfReach as too_far:  # as far as it goes, then
+                why = why or str(too_far)
+                goal = self._goal(goal.bound ** (2 / 3))
+        with restored(self.model):
+            cut(self.model, StdRatio(found.value), units, scores, multiple=self.multiple or 1)
+            return Cut([alive for _, alive in self.alive()], found.number, [why] if why else [])
+
+    def _value(self, goal: targets.Goal) -> targets.Found:
+        return targets.value_for(
             goal,
             self.model,
             StdRatio,
@@ -267,9 +280,6 @@ class Cutter:
             batches=self.batches,
             loss=self.loss,
         )
-        with restored(self.model):
-            cut(self.model, StdRatio(found.value), units, scores, multiple=self.multiple or 1)
-            return Cut([alive for _, alive in self.alive()], found.number, [])
 
     def _goal(self, share: float) -> targets.Goal:
         if self.target.kind == "density":
@@ -280,7 +290,12 @@ class Cutter:
 
     def compacted(self) -> nn.Module:
         """The network without what is zero in it; one whose channels can't be followed is copied as it is."""
-        return compact(self.model, self.examples, groups=self.coupled)
+        try:
+            return compact(self.model, self.examples, groups=self.coupled)
+        except CannotFollow:
+            if self.coupled is not None:
+                raise
+            return copy.deepcopy(self.model)
 
     def widths(self) -> list[tuple[str, int, int, str]]:
         """For each coupled set its channels, those that are not zero, and why it may not be cut where it may not."""

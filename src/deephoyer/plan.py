@@ -28,7 +28,7 @@ from deephoyer.scores import Loss, Score
 from deephoyer.strength_control import correction
 from deephoyer.targets import Target
 from deephoyer.text_table import text_table
-from deephoyer.weights import unwrap
+from deephoyer.weights import named_parameters, unwrap
 from deephoyer.widths import CLOSE
 
 PROBES = 8
@@ -298,7 +298,7 @@ class Plan:
         often = max(1, self.total // CORRECTIONS) if self.by_steps else 1
         left = math.ceil((self.moments[self.level] - self.done) / often)
         seen = self._rates[self._window :: often] if self.by_steps else self._rates[self._window :]
-        if left < 1 or not seen:
+        if left < 1 or not seen or seen[-1] <= 0:
             return
         aim = self.cutter.plan(self.share_of_level(self.level + 1)).kept() * self._density_whole
         rates = [*seen, *([seen[-1]] * left)]
@@ -426,6 +426,8 @@ class Plan:
         far = f"{reached:.3f} was reached, {self.target.share:g} was asked for"
         if self.level < self.rounds:
             return f"{far}: cutting further lost more than the drop of {self.target.drop:g} that is allowed."
+        if self.cutter.cost is None:
+            return f"{far}: {'; '.join(self._stuck)}"
         fixed = [f"{name} ({why})" for name, why in self.cutter.fixed().items()]
         stuck = f"at their least width: {', '.join(self._stuck) or 'none'}"
         return f"{far}: {stuck}; not to be cut: {', '.join(fixed) or 'none'}."
@@ -501,7 +503,7 @@ def _penalty_norm(regularizer: Regularizer) -> float:
 
 def _holds_some(optimizer: torch.optim.Optimizer, masks: Masks, model: nn.Module) -> bool:
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    return any(id(p) in held for name, p in model.named_parameters() if name in masks)
+    return any(id(p) in held for name, p in named_parameters(model) if name in masks)
 
 
 def _length(epochs: int | None, steps: int | None) -> int:

@@ -82,6 +82,10 @@ class Target:
         return f"{self.share:g} of the {whole}" + (f", losing at most {self.drop:g}" if self.drop is not None else "")
 
 
+class OutOfReach(UserError):
+    """No value of the rule meets the goal."""
+
+
 @dataclass(frozen=True)
 class Goal:
     """A number that is measured after pruning, and its bound: sizes stay at or under it, accuracies at or over."""
@@ -139,7 +143,7 @@ def value_for(
     if not 0 <= place < len(values):
         last = "next to nothing is left to prune" if allow_empty else "no layer may be emptied"
         end, where = (values[-1], last) if goal.is_size else (values[0], "nothing is pruned yet")
-        raise UserError(
+        raise OutOfReach(
             f"prune.target: {goal.name} can't be {goal.bound:.4g}: it is {tries.number(end):.4g} "
             f"at {rule.title()} {end:.4g}, where {where}."
         )
