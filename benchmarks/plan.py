@@ -141,6 +141,8 @@ def ways(epochs: int) -> Iterator[tuple[str, Callable[[Job, int], nn.Module]]]:
     yield "dense", dense
     yield "magnitude, once", lambda job, seed: by_magnitude(job, seed, [half])
     yield f"magnitude, {len(rounds)} rounds", lambda job, seed: by_magnitude(job, seed, rounds)
+    same = [max(1, round(0.1 * epochs)) + i for i in (1, 2, 3)]  # a plan's own for ten epochs or so
+    yield "magnitude, 3 rounds early", lambda job, seed: by_magnitude(job, seed, same)
     yield "plan", by_plan
 
 
@@ -177,6 +179,7 @@ def main() -> None:
     parser.add_argument("--macs", type=float, default=0.2)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--on", choices=("validation", "test"), default="test")
+    parser.add_argument("--ways", nargs="+", help="only these, by their titles")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     job = opened(args)
@@ -184,6 +187,8 @@ def main() -> None:
     lines = []
     print(f"{args.network}, {len(job.images[0]):,} images, {job.epochs} epochs, {job.macs:g} of the MACs; {args.on}")
     for title, way in ways(job.epochs):
+        if args.ways and title not in args.ways:
+            continue
         found, sizes, began = [], [], time.monotonic()
         for seed in args.seeds:
             model = way(job, seed)
@@ -193,7 +198,7 @@ def main() -> None:
         whole = count(make(job.network), job.example.cpu())[1].macs_executed or 1
         share = statistics.mean(sizes) / whole
         seconds = (time.monotonic() - began) / len(args.seeds)
-        print(f"{title:<22} {mean:.2%} ± {spread:.2%}   MACs {share:.3f}   {seconds:.0f} s a seed", flush=True)
+        print(f"{title:<26} {mean:.2%} ± {spread:.2%}   MACs {share:.3f}   {seconds:.0f} s a seed", flush=True)
         lines.append({"way": title, "accuracy": found, "macs": sizes, "seconds": seconds})
     if args.out:
         settings = {k: v for k, v in vars(args).items() if k != "out"}

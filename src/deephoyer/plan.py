@@ -44,7 +44,7 @@ class Stages:
     """The shares of all epochs: dense, then with the regularizer, which ends with pruning; finetuning has the rest."""
 
     dense: float = 0.1
-    regularize: float = 0.4
+    regularize: float = 0.2
 
     def __post_init__(self) -> None:
         for name in ("dense", "regularize"):
@@ -80,7 +80,7 @@ class Plan:
         penalty: str | Penalty = "hoyer-square",
         groups: str | Grouping | Iterable[str | Grouping] | None = None,
         strength: float | None = None,
-        pull: float = 0.1,
+        pull: float = 0.01,
         control: bool = True,
         weigh: str = "size",
         stages: Stages | None = None,
@@ -149,8 +149,8 @@ class Plan:
     def moments(self) -> list[int]:
         """After how many epochs (or steps) each round prunes, if the drop allows it."""
         begin = round(self.stages.dense * self.total)
-        last = round((self.stages.dense + self.stages.regularize) * self.total)
-        last = max(1, min(last, self.total - 1 if self.total > 1 else 1))
+        last = max(round((self.stages.dense + self.stages.regularize) * self.total), begin + self.rounds)
+        last = min(last, max(1, self.total - 1))  # an epoch at least is left to finetune
         begin = min(begin, last - 1)
         return [begin + max(1, round((last - begin) * (i + 1) / self.rounds)) for i in range(self.rounds)]
 
@@ -226,8 +226,9 @@ class Plan:
             )
         if stage == "regularize" and correct:
             self._correct()
-        if self.level < self.rounds and self.done >= self.moments[self.level] and self._allowed(score):
-            self._prune(self.level + 1)
+        due = sum(self.done >= moment for moment in self.moments)
+        if self.level < due and self._allowed(score):
+            self._prune(due if self.target.drop is None else self.level + 1)
         self._follow()
 
     def finish(self) -> nn.Module:
