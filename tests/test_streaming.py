@@ -1,5 +1,6 @@
 """Streamed images: the same crops whoever reads them, runs cut off in the middle of an epoch, folders with mistakes."""
 
+import io
 import json
 import random
 import signal
@@ -11,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 from torchvision.transforms import v2
 
 import deephoyer as dh
@@ -20,7 +22,7 @@ from deephoyer.lab.data import Images
 from deephoyer.lab.data.streaming import Request, _RandomResizedCrop, read_image
 from deephoyer.lab.runs import checkpoint
 from deephoyer.lab.train import batches
-from deephoyer.lab.train.result import finish
+from deephoyer.lab.train.result import finish, tables
 from deephoyer.lab.train.run import Run
 
 
@@ -259,7 +261,12 @@ def test_a_run_goes_through_all_stages_to_a_smaller_network(tmp_path, photos):
 def test_with_more_than_ten_classes_five_guesses_are_counted_too(tmp_path):
     photos = image_folders.make(tmp_path / "many", classes=12, train=3, val=2)
     run = Run(made(tmp_path, photos, "model.classes=12", "pretrain.epochs=1"), tmp_path / "run").execute()
-    assert set(finish(run)["top5"]) == {"dense", "regularized", "pruned", "finetuned"}
+    result = finish(run)
+    assert set(result["top5"]) == {"dense", "regularized", "pruned", "finetuned"}
+    said = Console(width=200, record=True, file=io.StringIO())
+    for table in tables(result, 200):
+        said.print(table)
+    assert f"top-5: {run.state.top5['dense']:.2%}".replace("%", " %") in said.export_text()
     assert all(run.state.top5[k] >= run.state.accuracy[k] for k in run.state.top5)
     assert all(line["held_out_top5"] >= line["held_out"] for line in metrics(tmp_path / "run"))
 

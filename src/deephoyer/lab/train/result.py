@@ -154,4 +154,7 @@ def _accuracies(record: Mapping[str, Any]) -> Table:
     for title in cells:
         table.add_column(title, justify="right")
     table.add_row(*cells.values())
+    if "top5" in record:
+        guesses = {stage: f"top-5: {value:.2%}".replace("%", " %") for stage, value in record["top5"].items()}
+        table.add_row(*(guesses.get(title, "") for title in cells))
     return table
