@@ -18,7 +18,7 @@ from deephoyer.lab.models.settings import count
 
 DESCRIPTIONS = [
     ("torchvision:NAME", "any classification network of torchvision, like torchvision:resnet18"),
-    ("timm:NAME", "any network of timm, like timm:convnext_tiny (pip install timm)"),
+    ("timm:NAME", "any network of timm, like timm:convnext_tiny (pip install 'deephoyer[timm]')"),
 ]
 
 
@@ -67,7 +67,7 @@ def _make_torchvision(network: str, classes: int = 1000, **settings: Any) -> nn.
 
 
 def _timm(network: str) -> Callable[..., nn.Module]:
-    timm = _imported("timm", "timm")
+    timm = _imported("timm", "deephoyer[timm]")
     if not timm.is_model(network):
         raise _unknown("timm", network, timm.list_models())
     return partial(_make_timm, network)
