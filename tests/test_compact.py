@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from deephoyer.errors import UserError
 from deephoyer.lab.models import make
-from deephoyer.structure import CannotFollow, Coupled, Differs, compact, compact_report
+from deephoyer.structure import Coupled, Differs, compact, compact_report
 from deephoyer.structure.equality import error
 from deephoyer.structure.joints import ConstantLayer
 from test_coupled import Attention
@@ -309,15 +309,20 @@ def test_tied_layers_stay_tied():
     assert small.a.weight is small.b.weight and small.a.weight.shape == (3, 3)
 
 
-def test_a_branch_on_values_is_refused_by_name_and_the_model_stays_as_it_was():
+@pytest.mark.parametrize("seed", range(4))
+def test_what_a_branch_on_values_gives_is_never_taken_for_a_constant(seed):
     class Branch(nn.Module):
         def forward(self, x):
-            return x if x.mean() > 0 else -x
+            return x if x.mean() > 0 else torch.zeros_like(x)
 
-    net = nn.Sequential(nn.Linear(3, 4), nn.Sequential(Branch()), nn.Linear(4, 2))
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Sequential(Branch()), nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2)).double()
+    net[2].weight.data[:3], net[2].bias.data[:3] = 0, 0.5
     before = snapshot(net)
-    with pytest.raises(CannotFollow, match=r"'1\.0' \(Branch\)"):
-        compact(net, torch.randn(2, 3))
+    small = compact(net, torch.randn(2, 3).double())
+    for scale in (-5.0, 5.0):
+        x = scale * torch.randn(6, 3).double()
+        assert error(net(x), small(x)) < 1e-12
     assert unchanged(net, before) and net.training
 
 

@@ -192,13 +192,19 @@ def test_a_scale_that_depends_on_the_number_of_channels_is_found_by_trial():
     assert "written into it" in reasons(net, torch.randn(2, 3))["a"]
 
 
-def test_a_branch_on_values_names_its_module():
+def test_what_a_module_that_branches_on_values_sees_stays_and_the_rest_can_go():
     class Branch(nn.Module):
         def forward(self, x):
             return x if x.sum() > 0 else -x
 
-    net = nn.Sequential(nn.Linear(3, 4), Branch(), nn.Linear(4, 2))
-    with pytest.raises(CannotFollow, match=r"module '1' \(Branch\)"):
+    net = nn.Sequential(nn.Linear(3, 4), Branch(), nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
+    assert list(units(net, torch.randn(2, 3))) == ["2"]
+    assert "module '1' (Branch)" in reasons(net, torch.randn(2, 3))["0"]
+
+
+def test_a_model_that_branches_on_values_itself_is_refused():
+    net = Net(lambda m, x: m.a(x) if x.sum() > 0 else -m.a(x), a=nn.Linear(3, 4))
+    with pytest.raises(CannotFollow, match=r"the model itself \(Net\) takes a value"):
         Coupled(net, torch.randn(2, 3))
 
 

@@ -98,6 +98,7 @@ class Follower(TorchDispatchMode):
         self._asked: list[int] = []
         self._counter = CallCounter()
         self._sizes: set[SizeRule] = set()
+        self._branching: dict[str, str] = {}
         self._calls: dict[Call, tuple[list[int], list[int], list[list[Tensor]]]] = {}
         self._modules = dict(model.named_modules())
         self._wirings: dict[str, tuple[Tensor, Tensor]] = {}
@@ -161,6 +162,8 @@ class Follower(TorchDispatchMode):
             if opened(module):
                 self._open_attention(name, module)
             self._check(name, module, tensors_in((args, kwargs)))
+            if name in self._branching:
+                self._keep_whole(name, module, tensors_in((args, kwargs, output)))
             self._asleep -= opaque
             self._counter.leave()
             self._stack.pop()
@@ -188,6 +191,15 @@ class Follower(TorchDispatchMode):
         n.rounding = max(n.rounding, _inside(module, x), key=lambda dtype: torch.finfo(dtype).eps)
         n.set(y, operations.meet(n, [(x.shape, n.of(x)), (weight.shape, n.of(weight))], self.where()))
 
+    def _keep_whole(self, name: str, module: nn.Module, tensors: list[Tensor]) -> None:
+        """For other inputs a module may do something else: all that it has, is given and gives stays."""
+        reason = self._branching[name]
+        self.n.fix([*tensors, *module.parameters(), *module.buffers()], reason)
+        for other, axes in self._seen.items():
+            if other == name or other.startswith(f"{name}."):
+                for axis in axes:
+                    self.n.joined.fix(axis, reason)
+
     def _check(self, name: str, module: nn.Module, given: list[Tensor]) -> None:
         """Attributes that a forward compares with the sizes of its inputs follow those."""
         for value in vars(module).values():
@@ -212,7 +224,7 @@ class Follower(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._asleep:
             return func(*args, **kwargs)
-        self._refuse_branches(func, args)
+        self._note_branches(func, args)
         module = self._stack[-1] if self._stack else ""
         op = Operation(func, args, kwargs, func(*args, **kwargs), self.where(), lambda size: self._heads(module, size))
         op.first, op.asked, op.opened = module in self._other, self._asked, opened(self._modules[module])
@@ -264,10 +276,14 @@ class Follower(TorchDispatchMode):
                 return False
             module = module.rpartition(".")[0]
 
-    def _refuse_branches(self, func: Any, args: Any) -> None:
+    def _note_branches(self, func: Any, args: Any) -> None:
         if func.overloadpacket.__name__ not in ("_local_scalar_dense", "is_nonzero", "equal"):
             return
-        if not all(self.n.is_constant(t) or self.n.is_discrete(t) for t in tensors_in(args)):
+        if all(self.n.is_constant(t) or self.n.is_discrete(t) for t in tensors_in(args)):
+            return
+        if self._stack and self._stack[-1]:
+            self._branching.setdefault(self._stack[-1], f"{self.where()} decides by the values of a tensor")
+        else:
             raise CannotFollow(
                 f"{self.where()} takes a value out of a tensor (`.item()`, or an `if` on it), so what it "
                 "computes can't be followed for all inputs; leave it out of the part to compact."

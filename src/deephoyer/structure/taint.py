@@ -22,6 +22,10 @@ CHOOSES = ("where", "masked_fill", "masked_fill_", "copy_", "fill_", "zero_", "z
 """Element-wise, but an element may be left out of what is given, so NaN in it says nothing."""
 
 
+DECIDES = ("_local_scalar_dense", "is_nonzero", "equal")
+"""What takes a value out of a tensor."""
+
+
 class Unknown(TorchDispatchMode):
     """Runs a network on unknown inputs; `inputs` are those: NaN, or the whole numbers and masks that were given.
 
@@ -67,8 +71,10 @@ class Unknown(TorchDispatchMode):
         given = tensors_in((args, kwargs))
         listed = any(id(t) in self._listed for t in given)
         lost = [t.isnan() for t in given if t.is_floating_point()]  # before an operation in place changes it
-        out = func(*args, **kwargs)
         name = func.overloadpacket.__name__
+        if name in DECIDES and (listed or any(bool(mask.any()) for mask in lost)):
+            raise RuntimeError("what a network decides by the values of its input can't be known")
+        out = func(*args, **kwargs)
         everything = listed or (name.startswith("_scaled_dot_product") and any(bool(m.any()) for m in lost))
         for tensor in tensors_in(out):
             if not tensor.is_floating_point():
