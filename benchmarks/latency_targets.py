@@ -5,7 +5,7 @@
 Weights are random (each channel's scaled by a random factor, so that scores differ): only shapes matter to time. Each
 network is cut to the share of its time; the share of the score (squared magnitude over each set's own scale) that is
 kept stands beside that of a network cut to a share of its MACs at which it takes as long, found by bisection on
-measured times. All times are medians of networks that take turns, dense and small, in this one run.
+measured times. A time is the fastest of calls in which dense and small take turns, in this one run.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from deephoyer.counting import count
 from deephoyer.errors import UserError
 from deephoyer.groups import Grouping, Unit, groupings
 from deephoyer.inference import Examples, device_of
-from deephoyer.latency import in_precision, latency_cost, measure
+from deephoyer.latency import fastest, in_precision, latency_cost
 from deephoyer.masks import Masks, cut, scored
 from deephoyer.rules import Rule, Scores, StdRatio, Verdict
 from deephoyer.scores import Loss, Score
@@ -179,8 +179,8 @@ class Cutter:
         target = self.target
         models = [in_precision(model, self.examples, target.dtype)[0] for model in (small, self.model)]
         examples = in_precision(nn.Identity(), self.examples, target.dtype)[1]
-        (own,), (whole,) = measure(models, examples, [target.batch], seconds=1.0, mode=target.mode)
-        return own.median_ms / whole.median_ms
+        own, whole = fastest(models, examples, target.batch, seconds=2.0, mode=target.mode)
+        return own / whole
 
     # Cutting
 
