@@ -155,6 +155,17 @@ def inner_left(model: nn.Module, small: nn.Module, groups: dh.Coupled) -> float 
     return after[True] / before[True] if before[True] else None
 
 
+def only_width_stays(groups: dh.Coupled, small: nn.Module) -> bool:
+    """Whether half of all that may go went, and what may not is next to nothing but the width that norms hold."""
+    outer = ("normalises over channels", "rows of an embedding", "network input", "network output")
+    held = [one for one in groups.sets if one.reason]
+    strange = sum(len(one.channels) for one in held if not any(words in str(one.reason) for words in outer))
+    free = sum(len(one.channels) for one in groups.sets if not one.reason)
+    by_norms = any("normalises" in str(one.reason) for one in held)
+    share = strange / max(1, sum(len(one.channels) for one in groups.sets))
+    return by_norms and share < 0.03 and compact_report(small).removed >= 0.45 * free
+
+
 def reasons(groups: dh.Coupled) -> list[tuple[str, float]]:
     """Why channels stay, with the share of all channels that each reason holds, most first."""
     held: Counter[str] = Counter()
@@ -188,13 +199,14 @@ def ours(model: nn.Module, inputs: Any) -> dict[str, Any]:
         "difference": difference(model, small, inputs),
         "claimed_difference": compact_report(small).error,
         "inner_left": inner_left(model, small, groups),
+        "only_width_stays": only_width_stays(groups, small),
     }
     gone = 1 - record["parameters_left"] / parameters_of(model)
     if not record["difference"] <= tolerance(model, inputs):
         status = "wrong"
     elif gone >= GONE:
         status = "smaller"
-    elif record["inner_left"] is not None and record["inner_left"] <= 0.55:
+    elif record["only_width_stays"] or (record["inner_left"] is not None and record["inner_left"] <= 0.55):
         status = "heads and neurons"
     else:
         status = "less"

@@ -15,13 +15,16 @@ inputs that compaction has not seen (float64 up to 40M parameters, float32 above
 with random weights. Made by `python benchmarks/zoo.py --out zoo.jsonl --side` and `--render docs/zoo.md`; do not edit.
 
 - **smaller**: 40 % of the parameters or more are gone;
-- **heads and neurons**: a transformer whose width a norm holds; of what lies between its embeddings and its output
-  layer, half or more is gone;
+- **heads and neurons**: a network whose width a norm holds, and of all channels that it does not hold half are gone; or
+  of what lies between embeddings and the output layer, nearly half is gone;
 - outputs may differ by 1e-9 of their scale in float64, by 1e-5 where a network itself computes something in float32
   (Hugging Face's RMSNorms), by 2e-3 in float32;
 - **less**: exact, but fewer parameters went; **refused**: see the reasons below; **wrong**: outputs differ;
 - **Torch-Pruning works**: the network runs afterwards with outputs of the same shape and has lost 40 % of its
   parameters. It does not keep what a network computes.
+
+The first column of numbers says how many of a family's networks on the list (`benchmarks/zoo.txt`) were run: small
+ones first, so the shares are not those of the whole list. Seconds are of one busy core, good for orders of magnitude.
 """
 COLUMNS = ("smaller", "heads and neurons", "less", "refused", "wrong", "timeout", "died", "not built")
 

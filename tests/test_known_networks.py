@@ -1,6 +1,6 @@
 """Networks that people have, by name, from configurations, in float64: halved, compared, saved, loaded, trained on.
 
-One of each family in every run, all of them, with export, in `make test-all`. A host that is not installed skips its
+A few in every run, all of them in `make test-all`. A host that is not installed skips its
 networks by name.
 """
 
