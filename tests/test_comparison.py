@@ -15,7 +15,7 @@ import deephoyer as dh
 from deephoyer.lab import comparison, models, recipe
 from deephoyer.lab.comparison import Comparison, Entry, Job, Outcome, holm, sign_flips
 from deephoyer.lab.methods import METHODS
-from deephoyer.lab.report import methods_page
+from deephoyer.lab.report import methods_page, own_settings, record
 from deephoyer.lab.schema import named
 
 ROOT = Path(__file__).parents[1]
@@ -214,6 +214,7 @@ def test_a_comparison_runs_to_its_end_goes_on_after_a_stop_and_writes_its_page(c
     finals = [o for o in content["outcomes"] if o["seed"] >= 1]
     assert len(finals) == 4 and all(o["commit"] is None or len(o["commit"]) == 40 for o in finals)
     assert all(o["share"] <= o["size"] * 1.001 for o in finals if o["method"] != "l1")
+    assert record.find(Path("results")) == []  # a comparison is no record
     protocol = comparison.read("mine.yaml")
     table = methods_page._table(protocol, content, 0.1)
     assert table.count("`") == 8 and "regularize.strength=" in table and methods_page.NOT_RUN not in table
@@ -227,3 +228,14 @@ def test_the_page_of_methods_is_made_from_what_is_kept():
     made = methods_page.page(ROOT / "results" / "methods", ROOT / "docs" / "figures")
     assert made == (ROOT / "docs" / "methods.md").read_text(encoding="utf-8"), "stale: run `deephoyer compare all`"
     assert len(re.findall(r"`deephoyer compare ", made)) == len(comparison.names())
+
+
+def test_every_row_by_own_settings_can_be_run_and_is_judged_from_its_records():
+    for figure in (*own_settings.PAPER, *own_settings.OWN):
+        recipe.Command.parse(figure.words).read()
+    assert len({figure.words for figure in own_settings.PAPER}) == 16
+    figure = own_settings.PAPER[4]
+    assert figure.title == "LeNet-300-100, Hoyer-Square, by the appendix"
+    assert own_settings.verdict(figure, 98.36, 4500) == "reproduced"
+    assert own_settings.verdict(figure, 98.1, 9200) == "0.30 points less, 2.00 times as large"
+    assert own_settings._line(figure, [])[4] == "not run yet"

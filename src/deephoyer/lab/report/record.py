@@ -249,7 +249,7 @@ def find(path: Path) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise UserError(f"{path}: there is no such record, nor a folder of records.")
-    apart = {WEIGHTS, "bench"}
+    apart = {WEIGHTS, "bench", "methods"}  # comparisons keep theirs in the last
     return sorted(found for found in path.rglob("*.json") if not apart & set(found.relative_to(path).parts[:-1]))
 
 

@@ -1,0 +1,105 @@
+"""Rows that repeat what others printed, by their own settings: the paper's on MNIST, and three methods' figures.
+
+Each row has the words that run it; what came out is taken from records with the identity of those words, wherever they
+lie. A row without records says so, one with them whether the figure was reproduced, or by how much not.
+"""
+
+from __future__ import annotations
+
+import shlex
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from deephoyer.lab.recipe import Command
+from deephoyer.lab.report.record import Record
+
+SCRIPTS = "data=mnist finetune.weight_decay=1e-4"
+"""What the authors' released scripts do otherwise than the paper's appendix says."""
+HOYER = "regularize.penalty=hoyer regularize.strength={} prune.value={}"
+TRANSFORMED = "regularize.penalty=transformed-l1 regularize.strength=2e-5 prune.value={}"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """What was printed: an accuracy in percent and a size, nonzero weights or MACs by the paper's counting."""
+
+    title: str
+    words: str
+    accuracy: float
+    size: float
+    macs: bool = False
+
+    def records(self, every: Sequence[Record]) -> list[Record]:
+        digest = Command.parse(self.words).read().digest()
+        return [record for record in every if record.digest == digest]
+
+
+def _both(title: str, words: str, accuracy: float, size: float, macs: bool = False) -> list[Figure]:
+    return [
+        Figure(f"{title}, by the appendix", words, accuracy, size, macs),
+        Figure(f"{title}, by the scripts", f"{words} {SCRIPTS}", accuracy, size, macs),
+    ]
+
+
+PAPER = [
+    *_both("LeNet-300-100, transformed l1", f"paper/lenet-300-100 {TRANSFORMED.format(0.3)}", 98.4, 6400),
+    *_both("LeNet-300-100, Hoyer", f"paper/lenet-300-100 {HOYER.format(0.02, 0.05)}", 98.4, 6000),
+    *_both("LeNet-300-100, Hoyer-Square", "paper/lenet-300-100", 98.4, 4600),
+    *_both("LeNet-300-100, Group-HS", "paper/lenet-300-100-structure", 98.2, 16500, True),
+    *_both("LeNet-5, transformed l1", f"paper/lenet-5 {TRANSFORMED.format(0.6)}", 99.2, 5400),
+    *_both("LeNet-5, Hoyer", f"paper/lenet-5 {HOYER.format(0.01, 0.08)}", 99.2, 4000),
+    *_both("LeNet-5, Hoyer-Square", "paper/lenet-5", 99.2, 3500),
+    *_both("LeNet-5, Group-HS", "paper/lenet-5-structure", 99.0, 169_900, True),
+]
+
+_VD = "regularize.strength=0 'method={name: sparse-vd}' 'prune={rule: absolute, value: 0.0498}'"
+_SNIP = (
+    "method=snip regularize=null finetune=null pretrain.epochs={} 'prune={{rule: absolute, target: {{density: {}}}}}'"
+)
+
+OWN = [
+    Figure("sparse variational dropout, LeNet-300-100", f"compare/lenet-300-100 {_VD}", 98.08, 266_200 / 68),
+    Figure("sparse variational dropout, LeNet-5", f"compare/lenet-5 {_VD}", 99.25, 430_500 / 280),
+    Figure("SNIP, LeNet-300-100", f"compare/lenet-300-100 {_SNIP.format(160, 0.05)}", 98.4, 13_300),
+    Figure("SNIP, LeNet-5", f"compare/lenet-5 {_SNIP.format(60, 0.02)}", 99.2, 8_600),
+    Figure("l0, LeNet-300-100, MACs", "compare/lenet-300-100-structure regularize.strength=0 "
+           "'method={name: l0, strength: 0.1}' 'prune.target={macs: 0.1}'", 98.2, 26_600, True),
+    Figure("l0, LeNet-5, MACs", "compare/lenet-5-structure regularize.strength=0 "
+           "'method={name: l0, strength: 0.1}' 'prune.target={macs: 0.17}'", 99.0, 390_700, True),
+]  # fmt: skip
+
+
+def table(figures: Sequence[Figure], every: Sequence[Record]) -> list[list[str]]:
+    """A line for each: its title, what was printed, what came out, the verdict, and the command."""
+    return [_line(figure, figure.records(every)) for figure in figures]
+
+
+TITLES = ["", "printed", "seeds", "ours", "verdict", "`deephoyer run`"]
+
+
+def _line(figure: Figure, found: Sequence[Record]) -> list[str]:
+    printed = f"{figure.size:,.0f} at {figure.accuracy:g} %"
+    words = shlex.join(shlex.split(figure.words))
+    if not found:
+        return [figure.title, printed, "", "", "not run yet", f"`{words}`"]
+    accuracies = [100 * record.measured.accuracy for record in found]
+    sizes = [r.measured.total.macs_paper if figure.macs else r.measured.total.nonzeros for r in found]
+    accuracy, size = statistics.fmean(accuracies), statistics.fmean(sizes)
+    spread = f" ± {statistics.stdev(accuracies):.2f}" if len(found) > 1 else ""
+    ours = f"{size:,.0f} at {accuracy:.2f}{spread} %"
+    return [figure.title, printed, str(len(found)), ours, verdict(figure, accuracy, size), f"`{words}`"]
+
+
+def verdict(figure: Figure, accuracy: float, size: float) -> str:
+    """Reproduced, or by how much not: within half of the last printed digit of the accuracy, and 5 % of the size.
+
+    >>> verdict(Figure("", "", 98.4, 4600), 98.37, 4700), verdict(Figure("", "", 98.4, 4600), 98.18, 6149)
+    ('reproduced', '0.22 points less, 1.34 times as large')
+    """
+    misses = []
+    if accuracy < figure.accuracy - 0.05:
+        misses.append(f"{figure.accuracy - accuracy:.2f} points less")
+    if size > 1.05 * figure.size:
+        misses.append(f"{size / figure.size:.2f} times as large")
+    return ", ".join(misses) or "reproduced"
