@@ -18,6 +18,7 @@ def run(script, *words):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_zoo_halves_networks_goes_on_where_it_stopped_and_writes_its_page(tmp_path):
     out = tmp_path / "zoo.jsonl"
     small = ["--out", out, "--families", "own", "yolo", "--names", "audio*", "unet", "yolov5n"]
