@@ -6,10 +6,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 import deephoyer as dh
 from deephoyer.lab.recipe import Command
 from deephoyer.lab.report import run_page
+from deephoyer.lab.report.record import read_all
 from deephoyer.lab.train.result import finish
 from deephoyer.lab.train.run import Run
 
@@ -97,6 +99,21 @@ def test_runs_are_compared_on_one_page_damaged_ones_too(folder, tmp_path):
     assert '<th scope="row">run</th>' in text and '<th scope="row">other</th>' in text and "summary.json" in text
 
 
+def test_every_published_run_is_a_point_of_the_results_page(tmp_path):
+    results = Path(__file__).parents[1] / "results"
+    found = list(read_all(results))
+    text = run_page.write_results(found, results, tmp_path / "results.html").read_text(encoding="utf-8")
+    assert f"{len(found)} published runs" in text and len(text.encode()) < 2_500_000
+    assert all(json.dumps(record.command)[1:-1] in text for record in found[:20])
+    with pytest.raises(dh.UserError, match="no records"):
+        run_page.write_results([], results, tmp_path / "none.html")
+
+
+def test_summaries_and_explanations_are_shown_in_notebooks():
+    net = torch.nn.Sequential(torch.nn.Linear(3, 2))
+    assert dh.summary(net, torch.zeros(1, 3), latency=False)._repr_html_().startswith("<pre>")
+
+
 # In a browser
 
 
@@ -149,4 +166,28 @@ def test_the_page_lives_in_a_browser(browser, folder, scheme, width, request):
     assert before != after and "stayed" in page.inner_text("#magnitude-words")
     if request.config.getoption("--screenshots"):
         page.screenshot(path=f"{request.config.getoption('--screenshots')}/{scheme}-{width}.png", full_page=True)
+    page.close()
+
+
+@pytest.mark.browser
+def test_filters_choose_what_the_results_page_shows(browser, tmp_path, request):
+    results = Path(__file__).parents[1] / "results"
+    path = run_page.write_results(list(read_all(results)), results, tmp_path / "results.html")
+    page = browser.new_page(viewport={"width": 1200, "height": 900})
+    troubles = []
+    page.on("console", lambda message: troubles.append(message.text) if message.type in ("error", "warning") else None)
+    page.on("pageerror", lambda error: troubles.append(str(error)))
+    page.goto(path.as_uri())
+    page.wait_for_function("document.querySelectorAll('#runs tbody tr').length > 0")
+    points = "Bokeh.documents.map(d => d.get_model_by_name('records')).find(m => m).data.size.length"
+    everything = page.evaluate(points)
+    page.select_option("#filter-protocol", "held-out")
+    fewer = page.evaluate(points)
+    assert 0 < fewer < everything and page.inner_text("#filter-count") == f"{fewer} runs"
+    page.select_option("#filter-network", "resnet-56")
+    assert page.inner_text("#filter-count") == "0 runs", "none of them was selected on held-out images"
+    page.select_option("#filter-protocol", "")
+    assert page.locator("#runs tbody tr").count() == page.evaluate(points) and not troubles
+    if request.config.getoption("--screenshots"):
+        page.screenshot(path=f"{request.config.getoption('--screenshots')}/results.png", full_page=False)
     page.close()

@@ -7,6 +7,7 @@ step) is over, and does the rest through hooks of the optimizer. For more say in
 
 from __future__ import annotations
 
+import html
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -459,6 +460,10 @@ class PlanReport:
             "notes": self.notes,
             "history": self.history,
         }
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        return f"<pre>{html.escape(str(self))}</pre>"
 
     def __str__(self) -> str:
         lines = [

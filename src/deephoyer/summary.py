@@ -6,6 +6,7 @@ table and goes to JSON and back. How the network was made is not known here.
 
 from __future__ import annotations
 
+import html
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -61,6 +62,10 @@ class Summary:
     def comparison(self, width: int = WIDE) -> str:
         """Before and after, one line a way of counting; without a baseline, this network alone."""
         return _comparison_table(self, short=width < WIDE)
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        return f"<pre>{html.escape(str(self))}</pre>"
 
     def __str__(self) -> str:
         return f"{self.table()}\n{self.comparison()}"

@@ -11,14 +11,23 @@ from deephoyer.errors import UserError
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="the folder of a run; several are compared")],
+    runs: Annotated[list[Path] | None, typer.Argument(help="the folder of a run; several are compared")] = None,
     target: Annotated[Path | None, typer.Option("--out", help="the file to write")] = None,
+    results: Annotated[bool, typer.Option("--results", help="all published runs in ./results instead")] = False,
 ) -> None:
-    """Writes a page about a run, or one that compares several: one HTML file, readable offline."""
+    """Writes a page about a run, about several compared, or about all published ones: one HTML file each."""
     from deephoyer.lab.report import run_page
 
     if target is not None and target.is_dir():
         raise UserError(f"{target} is a folder; name a file to write, like {target / 'report.html'}.")
+    if bool(runs) == results:
+        raise UserError("report: give the folder of a run, several of them, or --results.")
+    if results or runs is None:
+        from deephoyer.lab.report.record import read_all
+
+        place = Path("results")
+        typer.echo(f"wrote {run_page.write_results(list(read_all(place)), place, target or Path('results.html'))}")
+        return
     if len(runs) > 1:
         typer.echo(f"wrote {run_page.write_comparison(runs, target or Path('comparison.html'))}")
         return

@@ -17,6 +17,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from deephoyer.errors import UserError
 from deephoyer.files import write_atomically
 from deephoyer.lab.report import plots, run_facts
+from deephoyer.lab.report.record import Record
 from deephoyer.lab.report.run_facts import RunFacts
 
 SELECTIONS = {
@@ -45,6 +46,46 @@ def write_comparison(runs: Sequence[str | Path], target: Path) -> Path:
     page = _render("compare.html", drawn, title=f"{len(facts)} runs compared", titles=titles, rows=rows)
     write_atomically(target, page.encode())
     return target
+
+
+def write_results(records: Sequence[Record], results: Path, target: Path) -> Path:
+    """Writes the page of all published runs: every seed a point, with filters by network, protocol and experiment."""
+    if not records:
+        raise UserError(f"{results}: there are no records to show.")
+    rows = [_point(record, results) for record in sorted(records, key=lambda record: record.path)]
+    experiments = sorted({row["experiment"] for row in rows})
+    colours = dict(zip(experiments, plots.CYCLE * len(experiments), strict=False))
+    for row in rows:
+        row["colour"] = colours[row["experiment"]]
+    page = _render(
+        "results.html",
+        {"points": plots.points([{**rows[0], "size": rows[0]["nonzeros"]}])},
+        title=f"{len(rows)} published runs",
+        networks=sorted({row["network"] for row in rows}),
+        protocols=sorted({row["protocol"] for row in rows}),
+        experiments=experiments,
+        colours=list(colours.items()),
+        data=_script(rows),
+    )
+    write_atomically(target, page.encode())
+    return target
+
+
+def _point(record: Record, results: Path) -> dict[str, Any]:
+    where = Path(record.path).relative_to(results)
+    measured = record.measured
+    return {
+        "network": record.network,
+        "experiment": where.parts[1] if len(where.parts) > 2 else "other",
+        "method": record.row or where.stem,
+        "command": record.command,
+        "protocol": record.protocol,
+        "seed": record.seed,
+        "accuracy": round(100 * measured.accuracy, 2),
+        "nonzeros": measured.total.nonzeros,
+        "macs_paper": measured.total.macs_paper,
+        "macs_executed": measured.macs_executed,
+    }
 
 
 def run_page(facts: RunFacts) -> str:
