@@ -80,7 +80,7 @@ def test_bad_names_and_settings_are_refused():
 
 def test_without_torchvision_resnet_50_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchvision.models", None)
-    with pytest.raises(UserError, match=r"pip install 'deephoyer\[vision\]'"):
+    with pytest.raises(UserError, match=r"pip install 'deephoyer\[lab\]'"):
         make("resnet-50")
 
 

@@ -13,7 +13,7 @@ from deephoyer.counting import count
 from deephoyer.lab import models, recipe
 from deephoyer.lab.cli import app
 from deephoyer.lab.data import DATASETS
-from deephoyer.lab.report import publish, record
+from deephoyer.lab.report import publish
 from deephoyer.lab.report.measure import measure
 from deephoyer.lab.runs import checkpoint
 from deephoyer.lab.train.progress import Silent
@@ -189,7 +189,8 @@ TINY = [
 
 
 def run(folder, *changes):
-    job = Run(recipe.read("demo", [*TINY, *changes]), folder).execute()
+    command = recipe.Command("demo", (*TINY, *changes))
+    job = Run(command.read(), folder, command=command).execute()
     return job, finish(job)
 
 
@@ -198,8 +199,7 @@ def test_a_run_with_a_target_meets_it_and_its_record_has_the_value(tmp_path):
     assert 0.1999 < job.masks.density <= 0.2
     assert 0.18 < summary["sparse"]["total"]["nonzeros"] / 266_200 <= 0.2, "idle weights are gone besides"
     assert summary["prune_value"] == job.state.prune_value > 0
-    publish.publish(tmp_path / "run", tmp_path / "results" / "one")
-    made = record.read(tmp_path / "results" / "one")
+    made = publish.publish(tmp_path / "run", tmp_path / "results")
     assert made.prune_value == job.state.prune_value and "prune.target" in made.command
 
 

@@ -41,7 +41,7 @@ def local(tensor: Tensor) -> Tensor:
 def reshard(model: nn.Module) -> None:
     """Puts weights that `fully_shard` left whole after a forward pass back into pieces, the ones that are trained."""
     module = sys.modules.get("torch.distributed.fsdp")
-    if module is not None and hasattr(module, "FSDPModule"):
+    if module is not None and hasattr(module, "FSDPModule") and isinstance(model, nn.Module):
         for part in model.modules():
             if isinstance(part, module.FSDPModule):
                 part.reshard()

@@ -75,7 +75,7 @@ def parse(path: str | os.PathLike[str], text: object) -> dict[str, Any]:
 def _read(path: Path) -> bytes:
     try:
         if path.exists() and not path.is_file():
-            raise UserError(f"{path}: is not a plain file.")  # a device or a pipe may never end
+            raise UserError(f"{path}: can't be read: it is not a plain file.")  # a device or a pipe may never end
         data = path.read_bytes()
     except OSError as why:
         raise UserError(f"{path}: can't be read: {why.strerror or why}.") from None

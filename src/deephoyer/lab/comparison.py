@@ -102,7 +102,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ComparedRun:
     """What came of a job. `seconds` are the method's training and finetuning; dense training is not counted."""
 
     method: str
@@ -163,7 +163,7 @@ class Comparison:
                 self._read(words)
         self._busy: set[Path] = set()
         self._failed: dict[Path, str] = {}
-        self._outcomes: dict[Job, Outcome] = {}
+        self._outcomes: dict[Job, ComparedRun] = {}
 
     # Which runs there are
 
@@ -249,14 +249,14 @@ class Comparison:
 
     # What came of them
 
-    def outcome(self, job: Job) -> Outcome | None:
+    def outcome(self, job: Job) -> ComparedRun | None:
         if job not in self._outcomes:
             chain = self.chain(job)
             if all((self.folder(words) / "summary.json").exists() for words in chain):
                 self._outcomes[job] = self._measured(job, chain)
         return self._outcomes.get(job)
 
-    def _measured(self, job: Job, chain: list[tuple[str, ...]]) -> Outcome:
+    def _measured(self, job: Job, chain: list[tuple[str, ...]]) -> ComparedRun:
         summaries = [_json(self.folder(words) / "summary.json") for words in chain]
         last, total = summaries[-1], summaries[-1]["sparse"]["total"]
         if self.protocol.target == "live":
@@ -265,7 +265,7 @@ class Comparison:
             share = MEASURES["macs"](self.folder(chain[-1]), last) / total["macs_executed"]
         own = summaries if len(chain) == 1 else summaries[1:]
         environment = last.get("environment", {})
-        return Outcome(
+        return ComparedRun(
             **asdict(job),
             share=share,
             held_out=MEASURES["accuracy"](self.folder(chain[-1]), last),

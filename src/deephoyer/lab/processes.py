@@ -236,6 +236,8 @@ def end_with_parent() -> None:
     """In a child: when its standard input closes, the parent is gone, and this process ends as by Ctrl-C."""
     if not is_member():
         return
+    # A shell that starts its commands in the background has them ignore Ctrl-C, by which members are stopped.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def watch() -> None:
         try:

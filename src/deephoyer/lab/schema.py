@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from deephoyer.errors import UserError, not_negative, unknown
+from deephoyer.errors import UserError, not_negative, shown, unknown
 
 if TYPE_CHECKING:
     from deephoyer.rules import Rule, Threshold
@@ -523,7 +523,10 @@ def named(choice: str | Mapping[str, Any]) -> dict[str, Any]:
         return {"choice": choice}
     settings = dict(choice)
     if not isinstance(settings.get("name"), str):
-        raise UserError(f"{dict(choice)!r} has no name.")
+        raise UserError(f"{shown(dict(choice))} has no name.")
+    for word in ("self", "choice"):
+        if word in settings:
+            raise UserError(f"{shown(dict(choice))}: {word!r} is not a setting.")
     return {"choice": settings.pop("name"), **settings}
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from deephoyer.errors import UserError
 from deephoyer.files import folder_at, write_atomically
 from deephoyer.lab import comparison
-from deephoyer.lab.comparison import FORMAT, Comparison, Outcome, Protocol, holm, sign_flips
+from deephoyer.lab.comparison import FORMAT, ComparedRun, Comparison, Protocol, holm, sign_flips
 from deephoyer.lab.report import own_settings
 from deephoyer.lab.report.record import read_all
 
@@ -61,16 +61,18 @@ def page(results: Path = RESULTS, figures: Path | None = None) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def finals(protocol: Protocol, content: dict[str, Any] | None, method: str, size: float) -> list[Outcome]:
+def finals(protocol: Protocol, content: dict[str, Any] | None, method: str, size: float) -> list[ComparedRun]:
     """The outcomes of a method's chosen setting, on the fresh seeds."""
     if content is None:
         return []
     value = next((c["value"] for c in content["chosen"] if (c["method"], c["size"]) == (method, size)), None)
-    found = [Outcome(**o) for o in content["outcomes"] if (o["method"], o["size"], o["value"]) == (method, size, value)]
+    found = [
+        ComparedRun(**o) for o in content["outcomes"] if (o["method"], o["size"], o["value"]) == (method, size, value)
+    ]
     return sorted((o for o in found if o.seed >= protocol.choose), key=lambda o: o.seed)
 
 
-def verdicts(rows: dict[str, list[Outcome]]) -> dict[str, str]:
+def verdicts(rows: dict[str, list[ComparedRun]]) -> dict[str, str]:
     """Which method is best, and which can't be told from it: paired by seeds, exact, corrected for all the tests."""
     full = {name: found for name, found in rows.items() if found}
     if len(full) < 2:

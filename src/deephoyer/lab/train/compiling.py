@@ -23,7 +23,7 @@ ENTRIES = 64  # what one class may be compiled to: a stage's width, its first bl
 def repeated(model: nn.Module) -> list[nn.Module]:
     """The outermost modules with parts whose class occurs at least three times; containers don't count.
 
-    >>> from deephoyer import models
+    >>> from deephoyer.lab import models
     >>> len(repeated(models.make("resnet-20"))), len(repeated(models.make("lenet-5")))
     (9, 0)
     """
