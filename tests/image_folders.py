@@ -66,10 +66,13 @@ if __name__ == "__main__":
     import time
     from pathlib import Path
 
+    import torch
+
     from deephoyer.lab import cli
     from deephoyer.lab.train import run
     from deephoyer.lab.train.step import PlainStep
 
+    torch.set_num_threads(1)  # as in the tests' own process: two threads round otherwise
     run.SAVE_SECONDS = run.SAVE_WITHIN = 0.0
     run.SAVE_SHARE = 1.0
     if "TEST_PIDS" in os.environ:

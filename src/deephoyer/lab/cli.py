@@ -353,4 +353,10 @@ def main() -> None:
             raise
         why.show()
         status = why.exit_code
-    sys.exit(status if isinstance(status, int) else 0)
+    status = status if isinstance(status, int) else 0
+    if "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1":
+        # Threads that torch leaves behind a group of processes may abort one that has ended well.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
