@@ -2,8 +2,8 @@
 
     python benchmarks/imports.py
 
-Each is the least of several fresh processes. They find bytecode on disk, as `pip install` leaves it; what our names take
-where there is none, and all files are compiled first, is the line after theirs.
+Each is the least of several fresh processes. They find bytecode on disk, as `pip install` leaves it; what our names
+take where there is none, and all files are compiled first, is the line after theirs.
 """
 
 from __future__ import annotations

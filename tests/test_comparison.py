@@ -13,10 +13,10 @@ from torch import nn
 
 import deephoyer as dh
 from deephoyer.lab import comparison, models, recipe
+from deephoyer.lab.choices import named
 from deephoyer.lab.comparison import ComparedRun, Comparison, Entry, Job, holm, sign_flips
 from deephoyer.lab.methods import METHODS
 from deephoyer.lab.report import methods_page, own_settings, record
-from deephoyer.lab.schema import named
 
 ROOT = Path(__file__).parents[1]
 
@@ -61,8 +61,8 @@ def test_methods_that_know_the_size_share_nothing_between_sizes(name):
         chosen = found._read(found.chain(Job(method, entry.values[0], 0, found.protocol.sizes[0]))[-1]).method
         if chosen is None:
             continue
-        settings = named(chosen)
-        knows = METHODS[settings["choice"]].knows_size and "keep" not in settings
+        method_name, settings = named(chosen)
+        knows = METHODS[method_name].knows_size and "keep" not in settings
         assert knows == (entry.each_size or entry.way == "scratch"), method
 
 

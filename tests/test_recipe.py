@@ -7,7 +7,9 @@ from pydantic import create_model
 
 import deephoyer as dh
 from deephoyer.lab import recipe
-from deephoyer.lab.schema import Recipe, Training, several
+from deephoyer.lab.choices import several
+from deephoyer.lab.schema import Recipe
+from deephoyer.lab.stages import Training
 
 PAPER = {
     "hoyer-square": [(2e-4, 0.03), (1e-4, 0.03)],

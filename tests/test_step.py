@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import deephoyer as dh
 from deephoyer import strength
 from deephoyer.lab import data, models
-from deephoyer.lab.schema import Training
+from deephoyer.lab.stages import Training
 from deephoyer.lab.train import batches
 from deephoyer.lab.train.epoch_tensors import Tables
 from deephoyer.lab.train.optim import make_optimizer, rate_at, set_rate

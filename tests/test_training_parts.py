@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from deephoyer.lab import data
 from deephoyer.lab.runs import checkpoint
-from deephoyer.lab.schema import Training
+from deephoyer.lab.stages import Training
 from deephoyer.lab.train import batches, gpu_sharing
 from deephoyer.lab.train.augment import looked_up
 from deephoyer.lab.train.optim import make_optimizer, rate_at, rates_in, set_rate

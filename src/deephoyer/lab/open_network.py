@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from deephoyer.errors import UserError
 from deephoyer.export import container, load, provenance
 from deephoyer.lab import models
+from deephoyer.lab.choices import Choice, named
 from deephoyer.lab.runs import checkpoint
 from deephoyer.lab.runs.folder import RunFolder
-from deephoyer.lab.schema import Choice, named
 
 
 def open_network(path: Path, model: Choice | None = None) -> tuple[nn.Module, Tensor]:
@@ -32,7 +32,7 @@ def open_network(path: Path, model: Choice | None = None) -> tuple[nn.Module, Te
         checkpoint.fill(network, path, "the file")
     else:
         network = load(path, network)
-    example = torch.randn(2, *models.input_shape(named(chosen)["choice"]), generator=torch.Generator().manual_seed(0))
+    example = torch.randn(2, *models.input_shape(named(chosen)[0]), generator=torch.Generator().manual_seed(0))
     return network.eval(), example
 
 

@@ -19,7 +19,8 @@ from pydantic import ValidationError
 
 from deephoyer.errors import UserError, shown, unknown
 from deephoyer.lab import bounded_yaml
-from deephoyer.lab.schema import DESCRIPTIVE, STAGES, Recipe, is_file, keys
+from deephoyer.lab.recipe_keys import keys
+from deephoyer.lab.schema import DESCRIPTIVE, STAGES, Recipe, is_file
 
 FOLDER = Path(__file__).parent / "recipes"
 LONGEST_MESSAGE = 600
@@ -223,16 +224,11 @@ def _set(content: dict[str, Any], override: str) -> None:
         if not isinstance(content, dict):
             raise UserError(f"{override!r}: {step} has no keys in this recipe.")
     if parsed is None:
-        _known(key)
+        if key not in {known for known, *_ in keys()}:  # a slip would go unnoticed
+            raise UserError(_unknown_key(key))
         content.pop(last, None)
     else:
         content[last] = parsed
-
-
-def _known(key: str) -> None:
-    """A key that is taken away must be one, or a slip would go unnoticed."""
-    if key not in keys():
-        raise UserError(_unknown_key(key))
 
 
 def _unknown_key(key: str) -> str:
@@ -241,15 +237,19 @@ def _unknown_key(key: str) -> str:
         return f"{key!r} is not a key of recipes any more: write {renamed()['keys'][key]}."
     outer, _, last = key.rpartition(".")
     places: dict[str, list[str]] = {}
-    for one in keys():
+    for one, *_ in keys():
         places.setdefault(one.rpartition(".")[2], []).append(one)
     near = difflib.get_close_matches(last.replace("-", "_"), places, n=1)
     if not near:
-        return str(unknown("key", last, [one.rpartition(".")[2] for one in keys() if one.rpartition(".")[0] == outer]))
-    here = [one for one in places[near[0]] if one.rpartition(".")[0] == outer]
+        return str(unknown("key", last, [name for name, there in places.items() if _within(outer, there)]))
+    here = _within(outer, places[near[0]])
     *most, final = here or places[near[0]]
     meant = f"{', '.join(most)} or {final}" if most else final
     return f"{last!r} is not a key{' of ' + outer if outer else ''}. Did you mean {meant}?"
+
+
+def _within(outer: str, keys: Iterable[str]) -> list[str]:
+    return [key for key in keys if key.rpartition(".")[0] == outer]
 
 
 def _explain(name: str, why: ValidationError) -> str:

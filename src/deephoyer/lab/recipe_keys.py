@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterator
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
@@ -60,6 +60,8 @@ _WORDS = {int: "whole number", float: "number", bool: "true or false", str: "tex
 
 def _kind(annotation: Any) -> str:
     origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _kind(args[0])
     if origin is Literal:
         return ", ".join(f"`{arg}`" for arg in args)
     if origin in (Union, types.UnionType):

@@ -28,8 +28,8 @@ DATASETS.add("imagenet", imagenet)
 DATASETS.add("tiny-imagenet", tiny_imagenet)
 
 
-def load(name: str, **settings: Any) -> Any:
-    """The data set called `name`; what it takes to read one into memory is done once a process.
+def load(name: str | dict[str, Any], **settings: Any) -> Any:
+    """The data set called `name`, or a mapping with a name and settings; one is read into memory once a process.
 
     >>> load("mnist", limit=100).train_x.shape
     torch.Size([100, 1, 28, 28])

@@ -11,12 +11,12 @@ from typing import Any
 from torch import nn
 
 from deephoyer.errors import UserError
+from deephoyer.lab.choices import Choice, named
 from deephoyer.lab.models import by_library
 from deephoyer.lab.models.alexnet import AlexNet
 from deephoyer.lab.models.lenet import LeNet5, LeNet300
 from deephoyer.lab.models.resnet_cifar import CIFAR_DEPTHS, cifar_resnet
 from deephoyer.lab.models.resnet_imagenet import resnet50
-from deephoyer.lab.schema import Choice, named
 from deephoyer.registry import Registry
 
 MODELS: Registry[nn.Module] = Registry("model", "models")
@@ -49,8 +49,8 @@ def of(choice: Choice) -> nn.Module:
     >>> of({"name": "lenet-300-100", "dropout": 0.2}).training
     True
     """
-    settings = named(choice)
-    return make(settings.pop("choice"), **settings)
+    name, settings = named(choice)
+    return make(name, **settings)
 
 
 def maker(name: str) -> Callable[..., nn.Module]:

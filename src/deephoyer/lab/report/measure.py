@@ -18,7 +18,7 @@ from deephoyer.counting import count, layer_widths
 from deephoyer.lab import data as datasets
 from deephoyer.lab.data import TEST, Source
 from deephoyer.lab.report.record import CompactRecord, LayerRecord, Measured, NetworkRecord, Timing
-from deephoyer.lab.schema import Recipe, named
+from deephoyer.lab.schema import Recipe
 from deephoyer.lab.train.evaluate import Correct, counted
 from deephoyer.latency import Latency
 from deephoyer.latency import measure as measure_latency
@@ -33,7 +33,7 @@ def measure(model: nn.Module, recipe: Recipe, compacted: bool = True) -> Measure
 
     With `compacted`, what is dead is taken out first, and the images are shown to what is left.
     """
-    source = _source(json.dumps(named(recipe.data), sort_keys=True))
+    source = _source(json.dumps(recipe.data, sort_keys=True))
     example = source.example(2)
     model = model.float().cpu().eval()
     rows, total = count(model, example[:1])
@@ -70,9 +70,7 @@ def _score(model: nn.Module, source: Source) -> Correct:
 @cache
 def _source(settings: str) -> Source:
     """The data, once a process: a tree of records is verified on the same few."""
-    choice = json.loads(settings)
-    found: Source = datasets.load(choice.pop("choice"), **choice)
-    return found
+    return datasets.load(json.loads(settings))
 
 
 # Time

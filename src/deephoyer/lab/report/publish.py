@@ -16,6 +16,7 @@ from deephoyer.errors import UserError
 from deephoyer.export import load
 from deephoyer.export.network_file import encode
 from deephoyer.lab import models
+from deephoyer.lab.choices import named
 from deephoyer.lab.recipe import Command
 from deephoyer.lab.report import record as records
 from deephoyer.lab.report import stored_weights
@@ -23,7 +24,7 @@ from deephoyer.lab.report.measure import measure, timings
 from deephoyer.lab.report.record import Measured, Provenance, Record, WeightsFile
 from deephoyer.lab.runs import checkpoint, find
 from deephoyer.lab.runs.folder import RunFolder
-from deephoyer.lab.schema import TITLES, Recipe, named
+from deephoyer.lab.schema import TITLES, Recipe
 from deephoyer.lab.train.result import COMPACT, recorded
 
 APART = 20
@@ -183,7 +184,7 @@ def _agree(folder: RunFolder, summary: dict[str, Any], measured: Measured, last:
 
 
 def _timings(folder: RunFolder, summary: dict[str, Any], recipe: Recipe) -> tuple[records.Timing, ...]:
-    example = torch.randn(2, *models.input_shape(named(recipe.model)["choice"]))
+    example = torch.randn(2, *models.input_shape(named(recipe.model)[0]))
     return timings(summary, load(folder / COMPACT, models.of(recipe.model)), models.of(recipe.model), example)
 
 

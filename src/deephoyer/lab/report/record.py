@@ -18,9 +18,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from deephoyer.errors import UserError
 from deephoyer.files import folder_at, write_atomically
+from deephoyer.lab.choices import named
 from deephoyer.lab.recipe import Command
 from deephoyer.lab.report.stored_weights import RESULTS, WEIGHTS
-from deephoyer.lab.schema import Recipe, named
+from deephoyer.lab.schema import Recipe
 
 FORMAT = "deephoyer-record-2"
 LONGEST_PATH = 80
@@ -180,7 +181,7 @@ class Record(_Strict):
 
     @property
     def network(self) -> str:
-        return str(named(self.settings.model)["choice"])
+        return named(self.settings.model)[0]
 
     @property
     def seed(self) -> int:

@@ -14,8 +14,9 @@ from typing import Any
 
 from deephoyer.errors import UserError
 from deephoyer.export import provenance
+from deephoyer.lab.choices import Choice
 from deephoyer.lab.recipe import Command, parse
-from deephoyer.lab.schema import Choice, Recipe, Teacher, is_file
+from deephoyer.lab.schema import Recipe, Teacher, is_file
 
 RESULTS, RUNS = Path("results"), Path("runs")
 

@@ -14,8 +14,9 @@ from typing import Any, TextIO
 from deephoyer.errors import UserError
 from deephoyer.files import remove_leftovers, write_atomically
 from deephoyer.lab import recipe as recipes
+from deephoyer.lab.choices import what_data
 from deephoyer.lab.recipe import Command
-from deephoyer.lab.schema import DESCRIPTIVE, STAGES, Recipe, what_data
+from deephoyer.lab.schema import DESCRIPTIVE, STAGES, Recipe
 
 COMMAND, RECIPE = "command.json", "recipe.yaml"
 _held: set[TextIO] = set()

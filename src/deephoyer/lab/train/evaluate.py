@@ -18,7 +18,6 @@ from deephoyer.export import provenance
 from deephoyer.lab import data as datasets
 from deephoyer.lab.data.source import TEST, UNREADABLE, Images, Source
 from deephoyer.lab.open_network import file_of, open_network
-from deephoyer.lab.schema import named
 
 MANY_CLASSES = 10
 """With more classes than this, it is also asked whether the right one is among the first five."""
@@ -72,8 +71,7 @@ def evaluate_file(
     if strange:
         raise unknown("thing to say of an evaluation", strange[0], ("data", "model"))
     network, _ = open_network(path, words.get("model"))
-    choice = named(words["data"] if "data" in words else _own_data(file_of(path)))
-    source: Source = datasets.load(choice.pop("choice"), **choice).to(device)
+    source = datasets.load(words["data"] if "data" in words else _own_data(file_of(path))).to(device)
     network = network.float().to(device).to(memory_format=torch.channels_last)
     try:
         outputs = network(source.example(1)).shape[1]

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from deephoyer.lab.schema import Training
+from deephoyer.lab.stages import Training
 
 
 def rate_at(stage: Training, step: int, steps_an_epoch: int) -> float:

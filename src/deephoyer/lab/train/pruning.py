@@ -15,7 +15,7 @@ from deephoyer.cutting import Cutter, agreed
 from deephoyer.errors import UserError
 from deephoyer.groups import Grouping
 from deephoyer.lab.data.streaming import Streaming
-from deephoyer.lab.schema import Prune, PruneTarget, named
+from deephoyer.lab.stages import Prune, PruneTarget
 from deephoyer.lab.train import batches
 from deephoyer.lab.train.batches import Epoch, Streamed
 from deephoyer.lab.train.objective import logits
@@ -98,7 +98,7 @@ class _Worth:
 
 def _score(run: Run, settings: Prune) -> Score:
     if settings.score is not None:
-        return SCORES.make(**named(settings.score))
+        return SCORES.make(settings.score)
     worth = run.method.score(run.method_stage("prune")) if run.recipe.method else None
     return worth or Magnitude()
 

@@ -23,6 +23,7 @@ from deephoyer.errors import UserError, shown
 from deephoyer.groups import Grouping, groupings
 from deephoyer.lab import data as datasets
 from deephoyer.lab import models
+from deephoyer.lab.choices import Choices, named, several
 from deephoyer.lab.data import TEST, Dataset, Images, Source
 from deephoyer.lab.data.streaming import Streaming
 from deephoyer.lab.methods import METHODS, Method
@@ -31,7 +32,8 @@ from deephoyer.lab.recipe import Command
 from deephoyer.lab.runs import checkpoint, environment, find
 from deephoyer.lab.runs.folder import RunFolder
 from deephoyer.lab.runs.state import State
-from deephoyer.lab.schema import TITLES, Choices, Recipe, Regularize, Training, named, several
+from deephoyer.lab.schema import TITLES, Recipe
+from deephoyer.lab.stages import Regularize, Training
 from deephoyer.lab.train import batches
 from deephoyer.lab.train.batches import Epoch, Streamed
 from deephoyer.lab.train.distill import Teachers, teachers_of
@@ -76,7 +78,7 @@ class Run:
         self.progress = progress or Silent()
         self.state = State(stage=self.stages[0])
         self.masks: Masks | None = None
-        self.method = METHODS.make(**named(recipe.method)) if recipe.method else Method()
+        self.method = METHODS.make(recipe.method) if recipe.method else Method()
         self._optimizer: torch.optim.Optimizer | None = None
         self._held: Hold | None = None
         self._best: dict[str, Tensor] = {}
@@ -181,7 +183,7 @@ class Run:
             seen = "×".join(map(str, image.shape[1:]))
             raise UserError(f"model: {self.recipe.model} can't read images of {seen}: {why}.") from None
         if outputs != self.data.classes:
-            name = named(self.recipe.model)["choice"]
+            name = named(self.recipe.model)[0]
             raise UserError(
                 f"model: {name} has {outputs} outputs, but the data has {self.data.classes} classes; write "
                 f"model: {{name: {name}, classes: {self.data.classes}}}."
@@ -522,7 +524,7 @@ class Run:
     def make_regularizer(self, settings: Regularize, steps_an_epoch: int) -> Regularizer:
         made = Regularizer(
             self.model,
-            PENALTIES.make(**named(settings.penalty)),
+            PENALTIES.make(settings.penalty),
             self.groups(settings.groups),
             settings.schedules(steps_an_epoch),
             settings.parameters,
@@ -599,11 +601,10 @@ _at_hand: WeakValueDictionary[tuple[str, torch.device], Dataset] = WeakValueDict
 
 def _data_of(recipe: Recipe, device: torch.device) -> Source:
     """A recipe's data, handed out on the device; of what lies in memory, as floats, runs of a process have one copy."""
-    settings = named(recipe.data)
-    key = json.dumps(settings, sort_keys=True), device
+    key = json.dumps(recipe.data, sort_keys=True), device
     if key in _at_hand:
         return _at_hand[key]
-    found: Source = datasets.load(**_renamed(settings)).to(device)
+    found = datasets.load(recipe.data).to(device)
     if isinstance(found, Dataset):
         found = _at_hand[key] = found.in_floats()
     return found
@@ -617,8 +618,3 @@ def _numbers_of(regularizer: Regularizer) -> dict[str, Tensor]:
 def _read(numbers: dict[str, Tensor]) -> dict[str, float]:
     """Numbers from the device, all at once: the one time that an epoch waits for it."""
     return dict(zip(numbers, torch.stack([n.double() for n in numbers.values()]).tolist(), strict=True))
-
-
-def _renamed(settings: dict[str, Any]) -> dict[str, Any]:
-    """`named`'s mapping as keyword arguments of `models.make` and `data.load`."""
-    return {"name": settings["choice"], **{k: v for k, v in settings.items() if k != "choice"}}

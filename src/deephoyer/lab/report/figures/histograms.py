@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from deephoyer.errors import UserError
 from deephoyer.lab import models
+from deephoyer.lab.choices import named
 from deephoyer.lab.report.figures.style import BLUE, styled
 from deephoyer.lab.runs import checkpoint
 from deephoyer.lab.runs.folder import RunFolder
-from deephoyer.lab.schema import TITLES, Recipe, named
+from deephoyer.lab.schema import TITLES, Recipe
 from deephoyer.weights import LAYERS
 
 STAGES = {"dense": "dense", "regularized": "regularized", "finetuned": "pruned and finetuned"}
@@ -43,7 +44,7 @@ def histograms(run: str | Path) -> Figure:
 
 def model_of(run: str | Path) -> str:
     """The name of a run's network."""
-    return str(named(_recipe(RunFolder(run)).model)["choice"])
+    return named(_recipe(RunFolder(run)).model)[0]
 
 
 def _recipe(folder: RunFolder) -> Recipe:
