@@ -1,9 +1,11 @@
 """What it costs to work out a network's channels and to take half of them out: processor seconds and memory.
 
     python benchmarks/channel_graph.py resnet50 vit_b_16 swin_v2_t maxvit_t llama-4 llama-32
+    python benchmarks/channel_graph.py llama-8-2048      # alone, for its memory: the peak is that of the process
 
 `Coupled` (followed, and proven by a trial), then `compact` with it, compared on its examples; Torch-Pruning's graph and
-pruning beside it, which proves nothing and need not keep the function. `llama-N` is a Llama of width 512 with N layers.
+pruning beside it, which proves nothing and need not keep the function. `llama-N` is a Llama of width 512 with N layers,
+`llama-N-W` one of width W with a vocabulary of 32,000.
 """
 
 from __future__ import annotations
@@ -28,13 +30,15 @@ def network(name: str) -> tuple[nn.Module, Any]:
     if name.startswith("llama"):
         import transformers
 
+        layers, *wide = map(int, name.split("-")[1:])
+        width = wide[0] if wide else 512
         config = transformers.LlamaConfig(
-            vocab_size=1000,
-            hidden_size=512,
-            intermediate_size=2048,
-            num_hidden_layers=int(name.partition("-")[2]),
-            num_attention_heads=8,
-            num_key_value_heads=4,
+            vocab_size=32000 if wide else 1000,
+            hidden_size=width,
+            intermediate_size=4 * width,
+            num_hidden_layers=layers,
+            num_attention_heads=width // 64,
+            num_key_value_heads=width // 128,
         )
         return transformers.LlamaForCausalLM(config).eval(), {"input_ids": torch.randint(0, 1000, (1, 16))}
     import torchvision
@@ -73,7 +77,6 @@ def main() -> None:
     parser.add_argument("names", nargs="*", default=NAMES)
     for name in parser.parse_args().names:
         model, x = network(name)
-        theirs = by_torch_pruning(copy.deepcopy(model), x)
         start = time.process_time()
         groups = dh.Coupled(model, x)
         graph = time.process_time() - start
@@ -82,6 +85,7 @@ def main() -> None:
         small = dh.compact(model, x, groups=groups)
         compact = time.process_time() - start
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / size(model)
+        theirs = by_torch_pruning(copy.deepcopy(model), x)
         print(
             f"{name:12} {size(model) / 2**20:7.0f} MiB  Coupled {graph:5.1f} s  compact {compact:5.1f} s  "
             f"left {size(small) / size(model):.2f}  peak {peak:4.1f} × its weights  Torch-Pruning {theirs}",

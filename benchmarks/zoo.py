@@ -18,6 +18,7 @@ import dataclasses
 import json
 import multiprocessing
 import resource
+import signal
 import time
 import warnings
 from collections import Counter
@@ -44,6 +45,8 @@ DENSITY = 0.5
 GONE = 0.4
 """Share of the parameters that must be gone for a network to count as smaller."""
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-3}
+SIDE_LIMIT = 60
+"""Processor seconds for Torch-Pruning, which goes on for ever on some networks."""
 INNER_TOLERANCE = 1e-5
 """For a network in float64 that computes something in float32, as Hugging Face's RMSNorms do."""
 
@@ -264,23 +267,25 @@ def examined(family: str, name: str, side: bool) -> Iterator[dict[str, Any]]:
         yield record | {"torch_pruning": torch_pruning(other, inputs)}
 
 
-def _work(send: Connection, family: str, name: str, side: bool) -> None:
+def _work(send: Connection, family: str, name: str, side: bool, limit: int) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    _, most = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (limit, most))
     for record in examined(family, name, side):
         send.send(record)
+        resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + SIDE_LIMIT, most))
 
 
 class Child:
     """One network in a process of its own."""
 
-    def __init__(self, family: str, name: str, side: bool, limit: float):
+    def __init__(self, family: str, name: str, side: bool, limit: int):
         # A fork, so that torch and the families' libraries are imported once for all networks.
         context = multiprocessing.get_context("fork")
         self.family, self.name, self.limit = family, name, limit
         self.receive, send = context.Pipe(duplex=False)
-        self.process = context.Process(target=_work, args=(send, family, name, side), daemon=True)
-        self.start = time.perf_counter()
+        self.process = context.Process(target=_work, args=(send, family, name, side, limit), daemon=True)
         self.found: dict[str, Any] | None = None
         self.process.start()
         send.close()
@@ -292,10 +297,9 @@ class Child:
                 self.found = self.receive.recv()
             except EOFError:
                 self.process.join()
+                if self.process.exitcode == -signal.SIGXCPU:
+                    return self.found or self._lost("timeout", f"more than {self.limit} s")
                 return self.found or self._lost("died", f"its process ended with status {self.process.exitcode}")
-        if time.perf_counter() - self.start > self.limit:
-            self.process.kill()
-            return self.found or self._lost("timeout", f"more than {self.limit:g} s")
         return None
 
     def _lost(self, status: str, why: str) -> dict[str, Any]:
@@ -316,7 +320,7 @@ def line(record: dict[str, Any]) -> str:
     return shown + (f"  {record['why'][:120]}" if "why" in record else "")
 
 
-def run(todo: list[tuple[str, str]], out: Path, jobs: int, limit: float, side: bool) -> None:
+def run(todo: list[tuple[str, str]], out: Path, jobs: int, limit: int, side: bool) -> None:
     children: list[Child] = []
     with out.open("a") as file:
         while todo or children:
@@ -363,7 +367,7 @@ def main() -> None:
     words.add_argument("--names", nargs="+", default=["*"], help="glob patterns")
     words.add_argument("--again", nargs="*", help="run these again: statuses, or all without one")
     words.add_argument("--jobs", type=int, default=1)
-    words.add_argument("--limit", type=float, default=300, help="seconds for each network")
+    words.add_argument("--limit", type=int, default=300, help="processor seconds for each network")
     words.add_argument("--brief", action="store_true", help="the first three networks of each family")
     words.add_argument("--side", action="store_true", help="Torch-Pruning, too")
     words.add_argument("--render", type=Path, help="write the table there and run nothing")

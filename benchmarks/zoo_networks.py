@@ -46,7 +46,10 @@ def build(family: str, name: str) -> Built:
         raise NotBuilt(f"{type(why).__name__}: {why}") from why
     model = wake(model.eval())
     if sum(p.numel() for p in model.parameters()) <= DOUBLE_UP_TO:
-        model, inputs = model.double(), _doubled(inputs)
+        try:
+            return _readable(model.double(), [_doubled(inputs)])
+        except Exception:
+            model.float()  # its code makes float32 numbers on the way, which don't fit
     return model, inputs
 
 
@@ -81,7 +84,10 @@ def _readable(model: nn.Module, candidates: list[Any]) -> Built:
     for i, inputs in enumerate(candidates):
         try:
             with torch.no_grad():
-                model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+                if isinstance(inputs, dict):
+                    model(**inputs)
+                else:
+                    model(*inputs) if isinstance(inputs, tuple) else model(inputs)
         except Exception:
             if i == len(candidates) - 1:
                 raise

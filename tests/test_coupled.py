@@ -14,6 +14,10 @@ from deephoyer.lab.models import make
 from deephoyer.masks import prune
 from deephoyer.rules import Density
 from deephoyer.structure import CannotFollow, Coupled, compact
+from deephoyer.structure.channel_ids import Labels
+from deephoyer.structure.follow import Follower, plain_attention
+from deephoyer.structure.operations import meet
+from deephoyer.structure.sizes import Asking
 from deephoyer.weights import find_weights
 
 torchvision = pytest.importorskip("torchvision")
@@ -284,6 +288,24 @@ def test_channels_that_run_through_a_layer_left_alone_stay():
     assert masks["layer1.0.conv1.weight"].any((1, 2, 3)).sum() == 8 and "linear.weight" not in masks
     with pytest.raises(UserError, match="must be among them"):
         coupled.units(find_weights(model, "linear.weight"))
+
+
+@pytest.mark.parametrize("depth", [1, 6])
+def test_a_tensor_never_has_more_axes_than_dimensions_however_deep_the_network(depth):
+    layer = nn.TransformerEncoderLayer(8, 2, 12, batch_first=True)
+    follower = Follower(net := nn.TransformerEncoder(layer, depth).eval(), frozenset(), True)
+    x = torch.randn(1, 5, 8)
+    with torch.no_grad(), plain_attention(), Asking(follower.asks), follower:
+        y = net(x) * torch.sigmoid(net(x).mean(1, keepdim=True))
+    assert follower.n.known(y)
+    assert all(len(axes) <= max(1, tensor.dim()) for tensor, axes in follower.n._of.values())
+
+
+def test_what_meets_again_and_again_stays_as_few_axes():
+    labels = Labels(nn.Identity())
+    rows, columns = labels.joined.new(3).view(3, 1), labels.joined.new(4).view(1, 4)
+    parts = [((3, 4), [rows, columns, labels.joined.new(1).view(1, 1)]) for _ in range(9)]
+    assert len(meet(labels, parts, "a test")) == 2
 
 
 def test_a_deep_network_with_most_of_its_channels_dead_is_followed_and_compacted():

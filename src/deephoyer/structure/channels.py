@@ -158,10 +158,11 @@ class ChannelGraph:
         """The channels by where they lie, in the order of the network; fixed ones in sets of their own."""
         lies: dict[int, list[int]] = {}
         places = list(self.places)
-        total = 0
+        often = np.zeros(self.count, dtype=np.int64)
         for number, place in enumerate(places):
-            total += len(self.places[place])
-            for channel in np.unique(self.places[place].numpy()).tolist():
+            channels = self.places[place].numpy()
+            often += np.bincount(channels, minlength=self.count)
+            for channel in np.unique(channels).tolist():
                 lies.setdefault(channel, []).append(number)
         found: dict[tuple[tuple[int, ...], str | None], ChannelSet] = {}
         for channel in sorted(lies):
@@ -170,10 +171,9 @@ class ChannelGraph:
                 where = [places[i] for i in lies[channel]]
                 found[key] = ChannelSet(self._name(where), [], where, key[1], channel in self.heads)
             found[key].channels.append(channel)
+        total = max(1, int(often.sum()))
         for one in found.values():
-            mine = torch.zeros(self.count, dtype=torch.bool)
-            mine[one.channels] = True
-            one.share = sum(int(mine[self.places[place]].sum()) for place in one.places) / max(1, total)
+            one.share = int(often[one.channels].sum()) / total
         return _distinct(list(found.values()))
 
     def _name(self, places: list[Place]) -> str:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,10 +20,10 @@ from deephoyer.errors import UserError
 from deephoyer.groups import Grouping, Slices, SliceUnit, Unit
 from deephoyer.inference import Examples, call
 from deephoyer.structure.channels import ChannelGraph, ChannelSet, Place
-from deephoyer.structure.equality import Differs, same
+from deephoyer.structure.equality import Differs, answers, compare
 from deephoyer.structure.follow import CannotFollow, follow, plain_attention
-from deephoyer.structure.inputs import one_sample, outputs_in
-from deephoyer.structure.remove import alive_outputs, remove, spare_last, tensor_of, zero
+from deephoyer.structure.inputs import one_sample, outputs_in, random_like
+from deephoyer.structure.remove import alive_outputs, homes_of, remove, replace_tensor, spare_last, tensor_of, zero
 from deephoyer.structure.sizes import SizeRule, apply_sizes, learn_sizes
 from deephoyer.weights import LAYERS, Weight, unwrap
 
@@ -48,7 +50,7 @@ class Coupled(Grouping):
         """Whether a set of channels is of this kind of group."""
         return True
 
-    @property
+    @cached_property
     def sets(self) -> list[ChannelSet]:
         """All sets of channels; one that must stay says why in its `reason`."""
         return self._wired.sets()
@@ -145,8 +147,8 @@ class Neurons(Coupled):
 
 def proven(model: nn.Module, inputs: Examples, exact: bool = True) -> ChannelGraph:
     """The channel graph of a model, less what a trial removal shows to be wrong."""
-    inputs = _smallest(model, inputs)
-    graph = follow(shared_copy(model), inputs, exact=exact)
+    graph, inputs = _followed(model, inputs, exact)
+    model = _awake(shared_copy(model), inputs)
     for _ in range(1 + len(graph.sets())):  # each time one set at least is given up
         free = [one for one in graph.sets() if one.reason is None]
         try:
@@ -157,17 +159,13 @@ def proven(model: nn.Module, inputs: Examples, exact: bool = True) -> ChannelGra
     raise CannotFollow("coupled: the model's channels can't be worked out; give an inner module instead.")
 
 
-def _smallest(model: nn.Module, inputs: Examples) -> Examples:
-    """One sample, where the model takes one; else the inputs as they are (the first sizes of some are no batch)."""
+def _followed(model: nn.Module, inputs: Examples, exact: bool) -> tuple[ChannelGraph, Examples]:
+    """The graph by one sample, where the model takes one; else by the inputs (the first sizes of some are no batch)."""
     sample = one_sample(inputs)
-    try:
-        with torch.no_grad():
-            call(shared_copy(model), sample)
-    except UserError:
-        raise
-    except Exception:
-        return inputs
-    return sample
+    if sample is not inputs:
+        with suppress(CannotFollow):
+            return follow(shared_copy(model), sample, exact=exact), sample
+    return follow(shared_copy(model), inputs, exact=exact), inputs
 
 
 def clean_copy(model: nn.Module) -> nn.Module:
@@ -198,15 +196,22 @@ def _try(model: nn.Module, graph: ChannelGraph, sets: list[ChannelSet], inputs: 
     dead = spare_last(graph, dead)
     if not dead.any():
         return
-    big = _awake(clean_copy(model), inputs)
-    zero(big, graph, dead)
-    small = shared_copy(big)
-    remove(small, graph, dead)
+
+    def zeroed() -> nn.Module:
+        big = clean_copy(model)
+        zero(big, graph, dead)
+        return big
+
+    small, drawn = zeroed(), random_like(inputs, 1)
+    before = answers(small, drawn)
+    if all(t.isnan().all() for t in before):
+        raise UserError("the model gives nothing but NaN, so there is nothing to compare.")
+    remove(small, graph, dead)  # from the same copy: a large network is there twice, not three times
     if learn:
         graph.sizes |= _learnt(small, graph, dead, inputs)
         apply_sizes(small, graph.sizes, graph.calls, dead)
-    alive = alive_outputs(big, graph, dead, dead)
-    same(big, small, inputs, alive, more=1, exact=graph.exact, rounding=graph.rounding)
+    alive = alive_outputs(model, graph, dead, dead)
+    compare(before, small, drawn, zeroed, alive, graph.exact, graph.rounding)
 
 
 def _learnt(small: nn.Module, graph: ChannelGraph, dead: Tensor, inputs: Examples) -> set[SizeRule]:
@@ -220,13 +225,15 @@ def _awake(model: nn.Module, inputs: Examples) -> nn.Module:
     Not where the network is not made for them: in a deep one that has been pruned they add up to infinity.
     """
     generator = torch.Generator().manual_seed(0)
+    homes = homes_of(model)
     asleep = [p for p in model.parameters() if p.is_floating_point() and not p.any()]
+    for parameter in asleep:
+        drawn = 0.1 * torch.randn(parameter.shape, generator=generator)
+        replace_tensor(homes[id(parameter)], drawn.to(parameter))
     with torch.no_grad():
-        for parameter in asleep:
-            parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
         if asleep and any(t.is_floating_point() and not t.abs().amax() < 1e6 for t in outputs_in(call(model, inputs))):
             for parameter in asleep:
-                parameter.zero_()
+                getattr(*homes[id(parameter)][0]).zero_()
     return model
 
 

@@ -5,7 +5,7 @@ Knows nothing of why they should.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -58,7 +58,7 @@ def same(
     small: nn.Module,
     inputs: Examples,
     matter: Matter | None = None,
-    more: int = 2,
+    more: int = 1,
     exact: bool = True,
     rounding: torch.dtype = torch.float64,
 ) -> float:
@@ -67,26 +67,47 @@ def same(
     `rounding` is the coarsest type that the networks compute with. Without `exact` only shapes and NaNs must agree.
     `matter` says for some layers which of their channels correspond, to find where a difference began.
     """
-    worst, numbers = 0.0, False
-    with torch.no_grad(), _full_precision():
-        for tried in (inputs, *(random_like(inputs, seed) for seed in range(1, 1 + more))):
-            before = outputs_in(call(big, tried))
-            numbers |= any(not t.isnan().all() for t in before)
-            after = outputs_in(_run(small, tried))
-            if len(before) != len(after):
-                raise Differs("the smaller network gives another number of outputs.", "")
-            for a, b in zip(before, after, strict=True):
-                worst = max(worst, gap := error(a, b))
-                if gap > max(tolerance(a), TOLERANCE.get(rounding, 0.0)) and (exact or gap == float("inf")):
-                    name = first_difference(big, small, tried, matter or {})
-                    raise Differs(
-                        f"the smaller network's outputs differ by {gap:.1e} of their scale; "
-                        f"the difference began at {name or 'the output'}.",
-                        name,
-                    )
-    if not numbers:
+    tries = (inputs, *(random_like(inputs, seed) for seed in range(1, 1 + more)))
+    compared = [compare(answers(big, t), small, t, lambda: big, matter, exact, rounding) for t in tries]
+    if all(gap is None for gap in compared):
         raise UserError("the model gives nothing but NaN, so there is nothing to compare.")
-    return worst
+    return max(gap or 0.0 for gap in compared)
+
+
+def answers(model: nn.Module, inputs: Examples) -> list[Tensor]:
+    """A network's outputs, in full precision."""
+    with torch.no_grad(), _full_precision():
+        return outputs_in(call(model, inputs))
+
+
+def compare(
+    before: list[Tensor],
+    small: nn.Module,
+    inputs: Examples,
+    big: Callable[[], nn.Module],
+    matter: Matter | None = None,
+    exact: bool = True,
+    rounding: torch.dtype = torch.float64,
+) -> float | None:
+    """The largest relative error of a smaller network; None where there was nothing but NaN before.
+
+    The larger one, whose answers these are, is asked for only where they differ.
+    """
+    with torch.no_grad(), _full_precision():
+        after = outputs_in(_run(small, inputs))
+        if len(before) != len(after):
+            raise Differs("the smaller network gives another number of outputs.", "")
+        worst = 0.0
+        for a, b in zip(before, after, strict=True):
+            worst = max(worst, gap := error(a, b))
+            if gap > max(tolerance(a), TOLERANCE.get(rounding, 0.0)) and (exact or gap == float("inf")):
+                name = first_difference(big(), small, inputs, matter or {})
+                raise Differs(
+                    f"the smaller network's outputs differ by {gap:.1e} of their scale; "
+                    f"the difference began at {name or 'the output'}.",
+                    name,
+                )
+    return worst if any(not t.isnan().all() for t in before) else None
 
 
 @contextmanager

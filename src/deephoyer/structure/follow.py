@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 
 from deephoyer.errors import UserError
 from deephoyer.inference import Examples, call
@@ -46,7 +47,7 @@ class CannotFollow(UserError):
 
 
 def follow(model: nn.Module, inputs: Examples, other: frozenset[str] = frozenset(), exact: bool = True) -> ChannelGraph:
-    """The channels of a model in eval mode; the model must be a copy, since hooks are left on it.
+    """The channels of a model in eval mode; the model must be a copy, since its numbers are marked.
 
     In the modules `other`, a dimension that is seen as two is read in the second likely way.
     """
@@ -64,6 +65,8 @@ def follow(model: nn.Module, inputs: Examples, other: frozenset[str] = frozenset
         except Exception as why:
             where = follower.where()
             raise CannotFollow(f"the model can't be run on the example inputs: {where} fails: {why}") from why
+        finally:
+            follower.unhook()  # or what it holds, every tensor on the way, would wait for the garbage collector
     if not outputs_in(outputs):
         raise CannotFollow(
             f"the model gives a {type(outputs).__name__} in which no tensor was found, so nothing could be compared; "
@@ -103,6 +106,7 @@ class Follower(TorchDispatchMode):
         self._modules = dict(model.named_modules())
         self._wirings: dict[str, tuple[Tensor, Tensor]] = {}
         self._norms: dict[str, tuple[RmsNorm, Tensor]] = {}
+        self._hooks: list[RemovableHandle] = []
         for name, module in self._modules.items():
             self._hook(name, module)
 
@@ -168,8 +172,12 @@ class Follower(TorchDispatchMode):
             self._counter.leave()
             self._stack.pop()
 
-        module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
-        module.register_forward_hook(leave, with_kwargs=True)
+        self._hooks.append(module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
+        self._hooks.append(module.register_forward_hook(leave, with_kwargs=True))
+
+    def unhook(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
 
     def _wire(self, name: str, module: Any, x: Tensor, y: Tensor) -> None:
         """Channels that are laid elsewhere without weights: two sides that may go each by itself."""
@@ -321,7 +329,7 @@ class Follower(TorchDispatchMode):
             return set(at[known[at] == its].tolist()) if len(known) else set()
 
         def numbered(nodes: Tensor) -> Tensor:
-            its = find(nodes)
+            its = find(nodes.contiguous())
             at = torch.searchsorted(known, its).clamp(max=len(known) - 1)
             return torch.where(known[at] == its, at, -1)
 

@@ -34,9 +34,9 @@ def outputs_in(tree: Any) -> list[Tensor]:
 
 
 def one_sample(inputs: Examples) -> Examples:
-    """The first sample alone, where every tensor has the same number of them; else the inputs as they are."""
+    """The first sample alone, where every tensor has the same number of them, more than one; else the inputs."""
     counts = {t.shape[0] if t.dim() else 0 for t in tensors_in(inputs)}
-    if len(counts) != 1 or counts == {0}:
+    if len(counts) != 1 or counts <= {0, 1}:
         return inputs
     return pytree.tree_map(lambda t: t[:1] if isinstance(t, Tensor) else t, inputs)
 

@@ -167,7 +167,8 @@ def cut(module: nn.Module, kind: LayerKind, keep: dict[str, Tensor], renewed: Re
 def put(module: nn.Module, name: str, new: Tensor, renewed: Renewed) -> None:
     """Puts a tensor of another shape in the place of a parameter or buffer."""
     old = getattr(module, name)
-    new = new.clone(memory_format=torch.preserve_format)
+    if new.untyped_storage().data_ptr() == old.untyped_storage().data_ptr():
+        new = new.clone(memory_format=torch.preserve_format)
     if isinstance(old, nn.Parameter):
         parameter = nn.Parameter(new, requires_grad=old.requires_grad)
         renewed.note(old, parameter)

@@ -289,7 +289,8 @@ def meet(n: Labels, parts: Sequence[Part], where: str) -> list[Tensor]:
     """The axes of what tensors of these shapes and axes make together, element by element, broadcast.
 
     Channels that lie along the same dimension become the same. Where one tensor has channels along a dimension and
-    another as many elements that are none, it would no longer fit when some go: they stay.
+    another as many elements that are none, it would no longer fit when some go: they stay. Axes that share no
+    dimension are all that is left, so there are never more of them than dimensions.
     """
     dims = max((len(shape) for shape, _ in parts), default=0)
     result: list[Tensor] = []
@@ -302,7 +303,8 @@ def meet(n: Labels, parts: Sequence[Part], where: str) -> list[Tensor]:
                 for d in range(dims):
                     if other.shape[d] == 1 or axis.shape[d] == 1:
                         axis, other = axis.narrow(d, 0, 1), other.narrow(d, 0, 1)
-            result.append(axis)
+            if axis.numel() > 1:
+                result.append(axis)
     for shape, axes in parts:
         for d in range(1, len(shape) + 1):
             if shape[-d] > 1 and not any(axis.dim() >= d and axis.shape[-d] > 1 for axis in axes):

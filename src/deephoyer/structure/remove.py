@@ -60,8 +60,8 @@ def remove(model: nn.Module, graph: ChannelGraph, dead: Tensor) -> None:
             cuts.setdefault(name, {})[dim] = keep
     homes = homes_of(model)
     resized: dict[int, nn.Module] = {}  # all modules that share a parameter, not only the one it is called after
-    for name, dims in cuts.items():
-        old = tensor_of(model, name)
+    for name in sorted(cuts, key=lambda name: tensor_of(model, name).numel()):  # the largest once others have made room
+        old, dims = tensor_of(model, name), cuts[name]
         resized |= {id(module): module for module, _ in homes[id(old)]}
         new = old.detach()
         for dim, keep in dims.items():
