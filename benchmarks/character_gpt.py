@@ -6,8 +6,8 @@
 Every network starts from a dense one, is trained on with a penalty (Group-HS, group lasso) or without one (magnitude,
 random), loses channels that a score finds small, is finetuned with the zeros held, and compacted. The dense one is
 trained on for as many steps under the same schedule. Stages are kept in the folder, so a run goes on where it
-stopped; `results.json` there has everything that the table shows. Data is a text file that you give; the last tenth
-of it is for validation.
+stopped, and several processes may each do a seed; `seed-N.json` there have everything that the table shows. Data is a
+text file that you give; the last tenth of it is for validation.
 """
 
 from __future__ import annotations
@@ -41,17 +41,18 @@ class Sizes:
     batch: int = 64
     dropout: float = 0.2
     rate: float = 1e-3
+    later_rate: float = 5e-4  # of everything after the dense training
     dense_steps: int = 2500
     penalty_steps: int = 1000
     finetune_steps: int = 1500
     warmup: int = 100
-    check_every: int = 250
+    check_every: int = 500
     check_batches: int = 40
 
 
 METHODS: dict[str, dict[str, Any]] = {
-    "group-hs": {"penalty": "hoyer-square", "strengths": (1e-4, 3e-4, 1e-3), "score": "magnitude"},
-    "group-lasso": {"penalty": "l1", "strengths": (3e-5, 3e-4, 1e-3), "score": "magnitude"},
+    "group-hs": {"penalty": "hoyer-square", "strengths": (3e-4, 1e-4, 1e-3), "score": "magnitude"},
+    "group-lasso": {"penalty": "l1", "strengths": (3e-4, 1e-4, 3e-5), "score": "magnitude"},
     "magnitude": {"penalty": None, "strengths": (0.0,), "score": "magnitude"},
     "random": {"penalty": None, "strengths": (0.0,), "score": "random"},
 }
@@ -73,9 +74,9 @@ class Text:
         generator = torch.Generator().manual_seed(seed)
         window = torch.arange(sizes.length + 1, device=part.device)
         while True:
-            starts = torch.randint(len(part) - sizes.length, (sizes.batch, 1), generator=generator).to(part.device)
-            found = part[starts + window]
-            yield found[:, :-1], found[:, 1:]
+            for starts in torch.randint(len(part) - sizes.length, (100, sizes.batch, 1), generator=generator).to(part):
+                found = part[starts + window]
+                yield found[:, :-1], found[:, 1:]
 
 
 def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -95,20 +96,25 @@ def validated(model: nn.Module, text: Text, sizes: Sizes) -> float:
     return statistics.fmean(losses)
 
 
-def cosine(sizes: Sizes, total: int) -> Callable[[int], float]:
+def cosine(highest: float, warmup: int, total: int) -> Callable[[int], float]:
     """The learning rate at each of `total` steps: a warm-up, then half a cosine down to a tenth."""
 
     def rate(step: int) -> float:
-        if step < sizes.warmup:
-            return sizes.rate * (step + 1) / (sizes.warmup + 1)
-        share = (step - sizes.warmup) / max(1, total - sizes.warmup)
-        return sizes.rate * (0.1 + 0.45 * (1 + math.cos(math.pi * share)))
+        if step < warmup:
+            return highest * (step + 1) / (warmup + 1)
+        share = (step - warmup) / max(1, total - warmup)
+        return highest * (0.1 + 0.45 * (1 + math.cos(math.pi * share)))
 
     return rate
 
 
 class Trainer:
-    """A model, its optimizer and a schedule that several stages may go on with."""
+    """A model, its optimizer and a schedule that several stages may go on with.
+
+    On a GPU a step is captured as a CUDA graph once a few have been done plainly, and replayed.
+    """
+
+    WARM_UP = 3
 
     def __init__(
         self, model: nn.Module, text: Text, sizes: Sizes, seed: int, rate: Callable[[int], float], step: int = 0
@@ -117,34 +123,67 @@ class Trainer:
         matrices = [p for p in model.parameters() if p.dim() > 1]
         others = [p for p in model.parameters() if p.dim() <= 1]
         groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, lr=sizes.rate, betas=(0.9, 0.99))
+        self.captures = text.train.is_cuda
+        first = torch.tensor(rate(step), device=text.train.device) if self.captures else rate(step)
+        self.optimizer = torch.optim.AdamW(groups, first, (0.9, 0.99), fused=True, capturable=self.captures)
+        self.regularizer: dh.Regularizer | None = None
         self.batches = text.batches(text.train, sizes, seed)
         torch.manual_seed(seed)
+
+    def once(self, batch: tuple[Tensor, Tensor]) -> None:
+        self.optimizer.zero_grad()
+        loss_of(self.model, batch).backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        if self.regularizer is not None:
+            self.regularizer.add_grad_(advance=False)
+        self.optimizer.step()
 
     def run(self, steps: int) -> dict[str, Any]:
         """Trains, and gives the validation loss at the last step and at the best that was looked at."""
         seen: list[tuple[float, int]] = []
+        graph: torch.cuda.CUDAGraph | None = None
+        places = next(self.batches)
         for i in range(1, steps + 1):
             for group in self.optimizer.param_groups:
-                group["lr"] = self.rate(self.step)
-            self.optimizer.zero_grad()
-            loss_of(self.model, next(self.batches)).backward()
-            nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-            self.optimizer.step()
+                if self.captures:
+                    group["lr"].fill_(self.rate(self.step))
+                else:
+                    group["lr"] = self.rate(self.step)
+            if graph is None and self.captures and i > self.WARM_UP:
+                places = tuple(t.clone() for t in places)  # what the graph reads
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    self.once(places)
+            if graph is None:
+                self._aside(next(self.batches))
+            else:
+                for place, new in zip(places, next(self.batches), strict=True):
+                    place.copy_(new)
+                graph.replay()
             self.step += 1
             if i % self.sizes.check_every == 0 or i == steps:
                 seen.append((validated(self.model, self.text, self.sizes), self.step))
                 print(f"  step {self.step}: {seen[-1][0]:.4f}", flush=True)
         return {"last": seen[-1][0], "best": min(seen)[0], "best_step": min(seen)[1]}
 
+    def _aside(self, batch: tuple[Tensor, Tensor]) -> None:
+        """A step by itself; on a GPU on a stream of its own, as a capture wants its warm-up."""
+        if not self.captures:
+            return self.once(batch)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self.once(batch)
+        torch.cuda.current_stream().wait_stream(stream)
+
 
 class Study:
-    """Stages of one folder: each is done once, its network and its numbers are kept."""
+    """Stages of one folder and seed: each is done once, its network and its numbers are kept."""
 
-    def __init__(self, folder: Path, text: Text, sizes: Sizes, device: str):
-        self.folder, self.text, self.sizes, self.device = folder, text, sizes, device
+    def __init__(self, folder: Path, seed: int, text: Text, sizes: Sizes, device: str, end: float = math.inf):
+        self.folder, self.text, self.sizes, self.device, self.end = folder, text, sizes, device, end
         folder.mkdir(parents=True, exist_ok=True)
-        self.file = folder / "results.json"
+        self.file = folder / f"seed-{seed}.json"
         self.results: dict[str, Any] = json.loads(self.file.read_text()) if self.file.exists() else {}
         known = self.results.setdefault("sizes", asdict(sizes))
         if known != asdict(sizes):
@@ -162,6 +201,8 @@ class Study:
         """The stage's network, made now if it was not yet."""
         path = self.folder / f"{name}.safetensors"
         if name not in self.results:
+            if time.monotonic() > self.end:
+                raise TimeoutError
             print(name, flush=True)
             model, numbers = work()
             dh.save(model, path)
@@ -177,19 +218,25 @@ class Study:
 
     @property
     def more(self) -> int:
+        """Steps after the dense training, the same number for all."""
         return self.sizes.penalty_steps + self.sizes.finetune_steps
+
+    def later(self) -> Callable[[int], float]:
+        return cosine(self.sizes.later_rate, self.sizes.warmup, self.more)
 
     def dense(self, seed: int) -> nn.Module:
         def work() -> tuple[nn.Module, dict[str, Any]]:
             torch.manual_seed(seed)
-            trainer = Trainer(self.fresh(), self.text, self.sizes, seed, cosine(self.sizes, self.sizes.dense_steps))
-            return trainer.model, trainer.run(self.sizes.dense_steps) | self.costs(trainer.model)
+            sizes = self.sizes
+            rate = cosine(sizes.rate, sizes.warmup, sizes.dense_steps)
+            trainer = Trainer(self.fresh(), self.text, sizes, seed, rate)
+            return trainer.model, trainer.run(sizes.dense_steps) | self.costs(trainer.model)
 
         return self.stage(f"dense-{seed}", work)
 
     def continued(self, seed: int) -> None:
         def work() -> tuple[nn.Module, dict[str, Any]]:
-            trainer = Trainer(self.dense(seed), self.text, self.sizes, seed + 1000, cosine(self.sizes, self.more))
+            trainer = Trainer(self.dense(seed), self.text, self.sizes, seed + 1000, self.later())
             return trainer.model, trainer.run(self.more) | self.costs(trainer.model)
 
         self.stage(f"continued-{seed}", work)
@@ -200,10 +247,10 @@ class Study:
 
         def work() -> tuple[nn.Module, dict[str, Any]]:
             model = self.dense(seed)
-            trainer = Trainer(model, self.text, self.sizes, seed + 1000, cosine(self.sizes, self.more))
+            trainer = Trainer(model, self.text, self.sizes, seed + 1000, self.later())
             if penalty is not None:
                 groups = dh.Coupled(model, self.example())
-                dh.Regularizer(model, penalty, groups, strength).attach(trainer.optimizer)
+                trainer.regularizer = dh.Regularizer(model, penalty, groups, strength, weigh="size")
             return trainer.model, trainer.run(self.sizes.penalty_steps)
 
         return self.stage(f"plain-{seed}" if penalty is None else f"{method}-{strength:g}-{seed}", work)
@@ -215,8 +262,7 @@ class Study:
             torch.manual_seed(seed)
             masks = dh.prune(model, dh.Density(density), groups, score=METHODS[method]["score"])
             after = validated(model, self.text, self.sizes)
-            rate = cosine(self.sizes, self.more)
-            trainer = Trainer(model, self.text, self.sizes, seed + 2000, rate, self.sizes.penalty_steps)
+            trainer = Trainer(model, self.text, self.sizes, seed + 2000, self.later(), self.sizes.penalty_steps)
             masks.hold(trainer.optimizer)
             numbers = {"pruned": after} | trainer.run(self.sizes.finetune_steps)
             small = dh.compact(model.eval(), self.example(), groups=groups)
@@ -284,21 +330,32 @@ def main() -> None:
     words.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
     words.add_argument("--strengths", type=float, nargs="+", help="instead of each method's own")
     words.add_argument("--densities", type=float, nargs="+", default=[0.5, 0.25])
+    words.add_argument("--seconds", type=float, default=math.inf, help="begin nothing new after so many")
     words.add_argument("--table", action="store_true", help="only show what is there")
     for field in fields(Sizes):
         words.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
     chosen = words.parse_args()
     sizes = Sizes(**{field.name: getattr(chosen, field.name) for field in fields(Sizes)})
-    study = Study(chosen.out, Text(chosen.text, chosen.device), sizes, chosen.device)
-    for seed in [] if chosen.table else chosen.seeds:
-        study.dense(seed)
-        study.continued(seed)
-        for method in chosen.methods:
-            own = METHODS[method]["strengths"]
-            for strength in chosen.strengths if chosen.strengths and METHODS[method]["penalty"] else own:
+    end = time.monotonic() + chosen.seconds
+    try:
+        for seed in [] if chosen.table else chosen.seeds:
+            study = Study(chosen.out, seed, Text(chosen.text, chosen.device), sizes, chosen.device, end)
+            study.dense(seed)
+            study.continued(seed)
+            for method, strength in _tries(chosen.methods, chosen.strengths):
                 for density in chosen.densities:
                     study.pruned(method, strength, density, seed)
-    print(table({name: r for name, r in study.results.items() if name != "sizes"}))
+    except TimeoutError:
+        print("the time is over; the same command goes on", flush=True)
+    found = [json.loads(file.read_text()) for file in sorted(chosen.out.glob("seed-*.json"))]
+    print(table({name: r for results in found for name, r in results.items() if name != "sizes"}))
+
+
+def _tries(methods: list[str], strengths: list[float] | None) -> list[tuple[str, float]]:
+    """Every method with every strength of its own: first all methods' first, so that a run cut short compares them."""
+    own = {m: strengths if strengths and METHODS[m]["penalty"] else METHODS[m]["strengths"] for m in methods}
+    longest = max(map(len, own.values()))
+    return [(m, own[m][i]) for i in range(longest) for m in methods if i < len(own[m])]
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ run: a table is measured again, a few times, while those take more than --others
 from __future__ import annotations
 
 import copy
+import importlib.util
 import os
 import platform
 import time
@@ -22,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch_pruning as tp
 from torch import Tensor, nn
 
 import deephoyer as dh
@@ -34,24 +34,8 @@ from measuring import show, words, write
 
 MODEL = "resnet-56"
 BATCHES = (64, 1)
-
-
-class PadPruner(tp.BasePruningFunc):
-    """Tells torch-pruning what the parameter-free shortcut does: its two sides are not coupled."""
-
-    def prune_in_channels(self, layer: PadShortcut, idxs: list[int]) -> nn.Module:
-        layer.keep_inputs([i for i in range(layer.in_channels) if i not in set(idxs)])
-        return layer
-
-    def prune_out_channels(self, layer: PadShortcut, idxs: list[int]) -> nn.Module:
-        layer.keep_outputs([i for i in range(layer.out_channels) if i not in set(idxs)])
-        return layer
-
-    def get_in_channels(self, layer: PadShortcut) -> int:
-        return layer.in_channels
-
-    def get_out_channels(self, layer: PadShortcut) -> int:
-        return layer.out_channels
+THEIRS = {name: version(name) for name in ("torch-pruning",) if importlib.util.find_spec("torch_pruning")}
+"""Its version, where it is installed; else its side is left out."""
 
 
 def network(shortcut: str) -> nn.Module:
@@ -75,6 +59,25 @@ def dead_filters(model: nn.Module) -> dict[str, list[int]]:
 
 def by_torch_pruning(model: nn.Module, x: Tensor, told: bool) -> nn.Module:
     """The network without its dead channels, by torch-pruning's graph; `told` explains the padded shortcut to it."""
+    import torch_pruning as tp
+
+    class PadPruner(tp.BasePruningFunc):
+        """Tells torch-pruning what the parameter-free shortcut does: its two sides are not coupled."""
+
+        def prune_in_channels(self, layer: PadShortcut, idxs: list[int]) -> nn.Module:
+            layer.keep_inputs([i for i in range(layer.in_channels) if i not in set(idxs)])
+            return layer
+
+        def prune_out_channels(self, layer: PadShortcut, idxs: list[int]) -> nn.Module:
+            layer.keep_outputs([i for i in range(layer.out_channels) if i not in set(idxs)])
+            return layer
+
+        def get_in_channels(self, layer: PadShortcut) -> int:
+            return layer.in_channels
+
+        def get_out_channels(self, layer: PadShortcut) -> int:
+            return layer.out_channels
+
     dead = dead_filters(model)
     small = copy.deepcopy(model)
     help_ = {PadShortcut: PadPruner()} if told else {}
@@ -154,10 +157,11 @@ def coupled(shortcut: str, x: Tensor, seconds: float, most: float) -> dict[str, 
     groups = dh.Coupled(model, x)
     dh.prune(model, dh.Density(0.5), groups=groups)
     networks = {"masked": model, "deephoyer": dh.compact(model, x, groups=groups)}
-    networks["torch-pruning"] = by_torch_pruning(model, x, told=True)
+    if THEIRS:
+        networks["torch-pruning"] = by_torch_pruning(model, x, told=True)
     found, others = compare(networks, x, seconds, most)
     record: dict[str, Any] = {"networks": found, "other_programs": others}
-    if shortcut == "pad":
+    if shortcut == "pad" and THEIRS:
         record["untold"] = untold(model, x)
     return record
 
@@ -212,11 +216,13 @@ def main() -> None:
     x = torch.randn(2, *input_shape(MODEL), generator=torch.Generator().manual_seed(1))
     record: dict[str, Any] = {
         "machine": f"{platform.machine()}, {chosen.threads} threads",
-        "versions": {package: version(package) for package in ("deephoyer", "torch", "torch-pruning")},
+        "versions": {"deephoyer": dh.__version__, "torch": torch.__version__} | THEIRS,
     }
     for shortcut in ("pad", "conv"):
         record[f"coupled, {shortcut}"] = found = coupled(shortcut, x, chosen.seconds, chosen.others)
         notes = [f"other programs took {found['other_programs']:.1%} of the processors"]
+        if not THEIRS:
+            notes.append("torch-pruning is not installed; its side is left out")
         if told := found.get("untold"):
             notes.append(f"torch-pruning without being told what the padded shortcut does: {told}")
         show(f"{MODEL}, shortcut {shortcut}: half of the coupled channels removed", rows(found["networks"]), notes)

@@ -71,7 +71,7 @@ def usual(device: str) -> list[str]:
 
 
 def recipe(case: str, device: str, epochs: int, bare_epochs: int | None = None) -> Recipe:
-    """Nothing is pruned: a network that learned noise has nothing to say which of its weights it needs."""
+    """Two stages of training; a network that learned noise has nothing to say which of its weights it needs."""
     base, training, penalty = CASES[case]
     fast = CUDA.get(case, {}) if device == "cuda" else {}
     stages = {
@@ -79,8 +79,6 @@ def recipe(case: str, device: str, epochs: int, bare_epochs: int | None = None) 
         "epoch_selection": "test-best",
         "pretrain": {"epochs": epochs if bare_epochs is None else bare_epochs, **training},
         "regularize": {"epochs": epochs, **training, **penalty},
-        "prune": {"rule": "density", "value": 1.0},
-        "finetune": {"epochs": 0},
     }
     return Recipe.model_validate(base | fast | stages)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-import torch_pruning as tp
 from torch import Tensor, nn
 
 from deephoyer.errors import UserError
@@ -245,6 +244,7 @@ def test_a_parameter_free_shortcut_passes_its_channels_on_to_the_next_stage():
 
 @pytest.mark.parametrize("name", ["resnet18", "vgg11_bn", "mobilenet_v2", "densenet121"])
 def test_groups_agree_with_torch_prunings_graph_where_it_can_follow(name):
+    tp = pytest.importorskip("torch_pruning")
     model = getattr(torchvision.models, name)(weights=None, num_classes=10).eval()
     x = torch.randn(1, 3, 32 if name != "densenet121" else 64, 32 if name != "densenet121" else 64)
     ours = Coupled(model, x)

@@ -4,7 +4,6 @@ import sys
 
 import pytest
 import torch
-import torch_pruning as tp
 
 from deephoyer.errors import UserError
 from deephoyer.lab import models
@@ -111,23 +110,23 @@ def test_a_source_outside_the_inputs_is_refused():
         PadShortcut(2, 3, source=[0, 1, 2])
 
 
-class PadPruner(tp.BasePruningFunc):
-    """As the docstring of pad_shortcut.py says."""
-
-    def prune_in_channels(self, layer, idxs):
-        layer.keep_inputs([i for i in range(layer.in_channels) if i not in set(idxs)])
-
-    def prune_out_channels(self, layer, idxs):
-        layer.keep_outputs([i for i in range(layer.out_channels) if i not in set(idxs)])
-
-    def get_in_channels(self, layer):
-        return layer.in_channels
-
-    def get_out_channels(self, layer):
-        return layer.out_channels
-
-
 def test_each_stage_of_a_padded_resnet_can_be_cut_alone_through_the_dependency_graph():
+    tp = pytest.importorskip("torch_pruning")
+
+    class PadPruner(tp.BasePruningFunc):
+        # as the docstring of pad_shortcut.py says
+        def prune_in_channels(self, layer, idxs):
+            layer.keep_inputs([i for i in range(layer.in_channels) if i not in set(idxs)])
+
+        def prune_out_channels(self, layer, idxs):
+            layer.keep_outputs([i for i in range(layer.out_channels) if i not in set(idxs)])
+
+        def get_in_channels(self, layer):
+            return layer.in_channels
+
+        def get_out_channels(self, layer):
+            return layer.out_channels
+
     model, x = make("resnet-20").eval(), torch.randn(2, 3, 32, 32)
     graph = tp.DependencyGraph().build_dependency(model, x, customized_pruners={PadShortcut: PadPruner()})
     for stage, width in (("layer1", 16), ("layer2", 32), ("layer3", 64)):

@@ -50,7 +50,7 @@ def test_a_tiny_character_gpt_goes_through_all_stages_and_resumes(tmp_path):
     words = [tmp_path / "text.txt", "--out", tmp_path / "out", "--methods", "group-hs", "random", "--strengths", "1e-3"]
     words += ["--densities", "0.5", *(w for name, size in sizes.items() for w in (f"--{name}", size))]
     first = run("character_gpt.py", *words)
-    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    results = json.loads((tmp_path / "out" / "seed-0.json").read_text())
     half, dense = results["group-hs-0.001-0.5-0"], results["continued-0"]
     assert half["macs"] < 0.8 * dense["macs"] and abs(half["compacted"] - half["last"]) < 1e-4
     again = run("character_gpt.py", *words)
