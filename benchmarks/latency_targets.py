@@ -1,127 +1,129 @@
 """Times as targets: what was asked for, what was measured, and the score kept beside a plain MAC target of equal time.
 
-    python benchmarks/latency_targets.py --networks resnet-56 resnet-50 convnext-tiny --shares 0.7 0.5
+    python benchmarks/latency_targets.py
+    python benchmarks/latency_targets.py --device cuda --models resnet50 vit_b_16 --batch 256 --dtype bfloat16 \\
+        --modes eager cuda-graph
+    python benchmarks/latency_targets.py --device cuda --models resnet50 vit_b_16 --batch 256 --dtype bfloat16 \\
+        --modes compiled --shares 0.5 --alone
 
 Weights are random (each channel's scaled by a random factor, so that scores differ): only shapes matter to time. Each
-network is cut to the share of its time; the share of the score (squared magnitude over each set's own scale) that is
-kept stands beside that of a network cut to a share of its MACs at which it takes as long, found by bisection on
-measured times. A time is the fastest of calls in which dense and small take turns, in this one run.
+network is cut to the share of its time; the share of the score (squared magnitude in units of each layer's own, as the
+choice goes by) that is kept stands beside that of a network cut to the share of its MACs at which it takes as long,
+found by interpolating measured times. "measured" is measured once more at the end, in turns with the dense network.
 """
 
 from __future__ import annotations
 
-import argparse
-import copy
-import json
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 import torchvision
 from torch import Tensor, nn
 
-from deephoyer.cutting import Cut, Cutter
+import measuring
+from deephoyer.cutting import Cut, Cutter, next_bound, restored
 from deephoyer.lab.models import make
+from deephoyer.latency import MODES, Beside
+from deephoyer.structure import Coupled
 from deephoyer.targets import Target
 
+TITLES = ["network", "mode", "asked", "measured", "±", "score kept", "by MACs", "at time", "dense ms", "seconds"]
 
-def network(name: str) -> tuple[nn.Module, Tensor]:
+
+def network(name: str, device: str) -> tuple[nn.Module, Tensor]:
+    """One of ours on images of CIFAR-10's size, or one of torchvision's on ImageNet's; channels last on a GPU."""
     torch.manual_seed(0)
-    if name.startswith("resnet-") and name != "resnet-50":
+    if "-" in name:
         model, example = make(name), torch.randn(1, 3, 32, 32)
     else:
-        builder = {"resnet-50": "resnet50", "convnext-tiny": "convnext_tiny", "vit-b": "vit_b_16"}[name]
-        model, example = getattr(torchvision.models, builder)(weights=None), torch.randn(1, 3, 224, 224)
+        model, example = torchvision.models.get_model(name), torch.randn(1, 3, 224, 224)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(torch.rand(len(parameter)).add(0.2).view(-1, *[1] * (parameter.dim() - 1)))
+    if device == "cuda":
+        return model.eval().to(device, memory_format=torch.channels_last), example.to(device)
     return model.eval(), example
 
 
 def kept(cutter: Cutter, cut: Cut) -> float:
-    """The share of the score that stays, mean over the coupled sets."""
+    """The share of the score that stays: squared, in units of each set's own."""
     _, scores = cutter.scores()
-    worth = [s.score.double().square() for s in scores]
-    shares = [float((w * k).sum() / w.sum()) for w, k in zip(worth, cut.keeps, strict=True)]
-    return sum(shares) / len(shares)
+    worth = [(s.score.double() / s.std).square() for s in scores]
+    left = sum(float(w[k].sum()) for w, k in zip(worth, cut.keeps, strict=True))
+    return left / sum(float(w.sum()) for w in worth)
 
 
-def timed(cutter: Cutter, of: Cutter, cut: Cut) -> float:
-    model = copy.deepcopy(cutter.model.state_dict())
-    cutter.apply(cut)
-    small = cutter.compacted()
-    cutter.model.load_state_dict(model)
-    return of.time_of(small)
+def small(cutter: Cutter, cut: Cut) -> nn.Module:
+    with restored(cutter.model):
+        cutter.apply(cut)
+        return cutter.compacted()
 
 
-def by_macs(cutter: Cutter, times: Cutter, share: float) -> tuple[Cut, float]:
-    """The MAC target whose network takes this share of the time."""
-    low, high = 0.02, 1.0
-    for _ in range(6):
-        middle = (low * high) ** 0.5
-        cut = cutter.plan(middle)
-        found = timed(cutter, times, cut)
-        low, high = (middle, high) if found < share else (low, middle)
-        if abs(found - share) < 0.02 * share:
+def by_macs(cutter: Cutter, beside: Beside, share: float) -> tuple[Cut, float]:
+    """The MAC target whose network takes this share of the time, and the share that it really takes."""
+    tried: list[tuple[float, float]] = []
+    cuts: list[Cut] = []
+    bound = share
+    for _ in range(5):
+        cuts.append(cutter.plan(bound))
+        tried.append((bound, beside.share(small(cutter, cuts[-1])).value))
+        if abs(tried[-1][1] - share) < 0.02 * share:
             break
-    return cut, found
+        bound = max(0.02, next_bound(tried, share))
+    nearest = min(range(len(tried)), key=lambda i: abs(tried[i][1] - share))
+    return cuts[nearest], tried[nearest][1]
 
 
-def line(name: str, share: float, args: argparse.Namespace) -> dict[str, Any]:
-    model, example = network(name)
-    if args.device == "cuda":
-        model, example = model.cuda(), example.cuda()
-    dtype = getattr(torch, args.dtype) if args.dtype else None
-    target = Target(latency=share, batch=args.batch, mode=args.mode, dtype=dtype)
+def line(
+    name: str, model: nn.Module, example: Tensor, groups: Coupled, mode: str, share: float, args: Any
+) -> dict[str, Any]:
     began = time.perf_counter()
-    cutter = Cutter(model, example, target)
+    dtype = getattr(torch, args.dtype) if args.dtype else None
+    cutter = Cutter(model, example, Target(latency=share, batch=args.batch, mode=mode, dtype=dtype), groups)
     cut = cutter.aim(share)
     seconds = time.perf_counter() - began
-    again = timed(cutter, cutter, cut)
-    macs = Cutter(model, example, Target(macs=0.5), groups=cutter.coupled)
-    other, other_time = by_macs(macs, cutter, again)
-    return {
-        "network": name,
-        "asked": share,
-        "measured": again,
-        "kept": kept(cutter, cut),
-        "macs_kept": kept(macs, other),
-        "macs_time": other_time,
-        "seconds": seconds,
-    }
+    beside = cutter.stopwatch()
+    again = beside.share(small(cutter, cut))
+    found = {"network": name, "mode": mode, "asked": share, "measured": again.value, "error": again.error}
+    found |= {"kept": kept(cutter, cut), "dense_ms": beside.whole_ms(), "seconds": seconds}
+    if not args.alone:
+        macs = Cutter(model, example, Target(macs=0.5), groups)
+        other, found["macs_time"] = by_macs(macs, beside, again.value)
+        found["macs_kept"] = kept(macs, other)
+    return found
+
+
+def row(found: dict[str, Any]) -> list[str]:
+    macs = [f"{found['macs_kept']:.3f}", f"{found['macs_time']:.3f}"] if "macs_kept" in found else ["", ""]
+    times = [f"{found['asked']:.2f}", f"{found['measured']:.3f}", f"{found['error']:.3f}", f"{found['kept']:.3f}"]
+    return [found["network"], found["mode"], *times, *macs, f"{found['dense_ms']:.2f}", f"{found['seconds']:.0f}"]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--networks", nargs="+", default=["resnet-56", "resnet-50", "convnext-tiny"])
+    parser = measuring.words(__doc__)
+    parser.add_argument("--models", nargs="+", default=["resnet-56", "resnet50", "convnext_tiny"])
     parser.add_argument("--shares", type=float, nargs="+", default=[0.7, 0.5])
     parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--mode", default="eager")
-    parser.add_argument("--dtype", default="")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--brief", action="store_true", help="one small network, once")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=["eager"])
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="otherwise the network's own")
+    parser.add_argument("--alone", action="store_true", help="without the MAC target of equal time")
     args = parser.parse_args()
     if args.brief:
-        args.networks, args.shares = ["resnet-20"], [0.7]
-    print(f"{args.device}, batch {args.batch}, {args.mode}, {torch.get_num_threads()} threads")
-    print(
-        f"{'network':<14} {'asked':>6} {'measured':>9} {'score kept':>11} {'by MACs':>8} {'at time':>8} {'seconds':>8}"
-    )
+        args.models, args.shares = ["resnet-20"], [0.7]
     lines = []
-    for name in args.networks:
-        for share in args.shares:
-            lines.append(found := line(name, share, args))
-            print(
-                f"{name:<14} {share:6.2f} {found['measured']:9.3f} {found['kept']:11.3f} {found['macs_kept']:8.3f} "
-                f"{found['macs_time']:8.3f} {found['seconds']:8.0f}",
-                flush=True,
-            )
-    if args.out:
-        settings = {k: v for k, v in vars(args).items() if k != "out"}
-        args.out.write_text(json.dumps({"settings": settings, "lines": lines}, indent=1))
+    for name in args.models:
+        model, example = network(name, args.device)
+        groups = Coupled(model, example)
+        for mode in args.modes:
+            for share in args.shares:
+                lines.append(line(name, model, example, groups, mode, share, args))
+                print(f"{name}, {mode}: {share:g} asked, {lines[-1]['measured']:.3f} measured", flush=True)
+    where = measuring.machine(args.device)
+    about = f"{where['device']}, {where['threads']} threads, batch {args.batch}, {args.dtype or 'float32'}"
+    measuring.show(f"times as targets: {about}", [TITLES, *(row(found) for found in lines)], words=2)
+    measuring.write(args.out, {"machine": where, "batch": args.batch, "dtype": args.dtype, "lines": lines})
 
 
 if __name__ == "__main__":

@@ -363,3 +363,16 @@ def test_half_precision_networks_are_compacted_too():
     kill_half(model, Coupled(model, x))
     small = compact(model, x)
     assert small.conv1.weight.dtype == torch.bfloat16 and compact_report(small).removed > 0
+
+
+def test_weights_that_lie_channels_last_still_do():
+    """Otherwise the smaller network runs in the slower layout."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 6, 3)).to(memory_format=torch.channels_last)
+    with torch.no_grad():
+        net[0].weight[2:5] = 0
+        net[0].bias[2:5] = 0
+    small = compact(net, torch.randn(1, 3, 9, 9))
+    assert small[0].weight.shape[0] == 5
+    for layer in (small[0], small[2]):
+        assert layer.weight.is_contiguous(memory_format=torch.channels_last) and not layer.weight.is_contiguous()

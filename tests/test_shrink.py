@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import multiprocessing
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,12 +12,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 import deephoyer as dh
+from deephoyer import layer_times
 from deephoyer.counting import count
 from deephoyer.cutting import Cutter
 from deephoyer.lab import recipe
 from deephoyer.lab.models import make
 from deephoyer.lab.train.run import Run
-from deephoyer.latency import LayerTimes, latency_cost, runner
+from deephoyer.latency import Beside, runner
+from deephoyer.layer_times import LayerTimes, forget_layer_times, latency_cost
 from deephoyer.rules import Scores
 from deephoyer.shrink import recalibrate
 from deephoyer.structure import Coupled
@@ -22,6 +27,13 @@ from deephoyer.targets import Target
 from deephoyer.widths import CostTerm, Side, WidthCost, choose, macs_cost, parameters_cost
 
 X = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch, tmp_path):
+    """Times of layers that tests measure are not kept for the user."""
+    monkeypatch.setenv("DEEPHOYER_DATA", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "layer-times"
 
 
 def network():
@@ -119,6 +131,15 @@ def test_shrink_leaves_the_model_alone_and_tells_what_it_lost():
     assert "asked for: 0.5 of the MACs; reached 0." in str(report) and "changed by" in str(report)
 
 
+def test_shrink_cuts_only_the_kind_of_group_that_is_given():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+    x = torch.randn(2, 3, 16)
+    small = dh.shrink(layer, x, Target(parameters=0.8), groups=dh.Heads(layer, x))
+    assert small.linear1.out_features == 32 and small.self_attn.num_heads < 4
+    assert "was asked for: at their least width" in str(dh.shrink(layer, x, Target(parameters=0.1)).shrink_report)
+
+
 def test_shrink_by_nothing_loses_nothing():
     model = network().eval()
     report = dh.shrink(model, X, Target(macs=1.0)).shrink_report
@@ -173,6 +194,73 @@ def test_a_narrowed_layer_runs_at_every_measured_width(layer):
     assert all(table.at(out * f, max(1, into * g)) > 0 for f in (0.3, 1.0) for g in (0.3, 1.0))
 
 
+def test_times_of_layers_are_read_from_disk_until_they_are_forgotten(own_cache):
+    def at():
+        return LayerTimes(nn.Linear(24, 16), (4, 24)).at(16, 24)
+
+    first = at()
+    (file,) = own_cache.iterdir()
+    layer_times._KNOWN.clear()  # as in a new process
+    assert at() == first
+    layer_times._KNOWN.clear()
+    file.write_text(file.read_text().replace(str(first), "123.0") + '{"cut off: Lin')
+    assert at() == 123.0, "a line that was cut off is passed over"
+    forget_layer_times()
+    assert not file.exists() and at() < 123.0
+    layer_times._KNOWN.clear()
+    file.unlink()
+    file.mkdir()
+    assert at() > 0, "what can't be kept is measured again"
+
+
+def test_processes_that_write_times_at_once_keep_all_lines(own_cache):
+    def write(who):
+        for i in range(200):
+            layer_times._append(own_cache / "a.jsonl", {f"{who} {i} {'x' * 200}": i + 1.0})
+
+    several = [multiprocessing.get_context("fork").Process(target=write, args=(who,)) for who in "abc"]
+    for process in several:
+        process.start()
+    for process in several:
+        process.join()
+    times = layer_times._read(own_cache / "a.jsonl")
+    assert len(times) == 600 and len((own_cache / "a.jsonl").read_text().splitlines()) == 600
+
+
+def test_heads_of_torch_attention_have_a_price():
+    torch.manual_seed(0)
+    model = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 2, enable_nested_tensor=False
+    )
+    x = torch.randn(2, 5, 32)
+    groups = Coupled(model, x)
+    cost = latency_cost(x, groups, batch=4)
+    heads = [one.name for one in groups.sets if one.heads]
+    assert len(heads) == 2
+    for name in heads:
+        assert cost.change(dict(cost.widths), name, -2) < 0
+
+
+def test_a_layer_that_is_called_twice_costs_twice():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.again = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x):
+            return self.again(self.again(self.first(x).relu()).relu())
+
+    model = Twice()
+    calls = layer_times._calls(model, torch.randn(2, 64))
+    assert {name: seen.count for name, seen in calls.items()} == {"first": 1, "again": 2}
+
+
+def test_a_network_takes_about_as_long_as_its_copy_and_says_how_sure_that_is():
+    model = network().eval()
+    share = Beside(model, X, batch=4, seconds=0.2).share(copy.deepcopy(model))
+    assert share.value > 0 and share.error >= 0
+
+
 def test_a_latency_target_cuts_by_measured_times_and_says_what_it_measured():
     model = network().eval()
     groups = Coupled(model, X)
@@ -194,9 +282,13 @@ def test_a_recipe_may_ask_for_a_share_of_the_time(tmp_path):
     for change, told in [
         ("prune={groups: elements, target: {latency: 0.7}}", "groups: coupled"),
         ("prune={groups: coupled, target: {macs: 0.7, batch: 8}}", "a batch goes with a latency"),
+        ("prune={groups: coupled, target: {macs: 0.7, mode: eager}}", "a mode goes with a latency"),
+        ("prune={groups: coupled, allow_empty: true, target: {latency: 0.7}}", "leave out parameters and allow_empty"),
     ]:
         with pytest.raises(dh.UserError, match=told):
             recipe.read("demo", [*short, change])
+    with pytest.raises(dh.UserError, match="leave out joints"):
+        recipe.read("demo", [*short, pruned, "joints=gather"])
 
 
 def test_a_compiled_or_captured_run_gives_what_the_network_gives():

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,8 @@ from deephoyer.counting import count
 from deephoyer.errors import UserError
 from deephoyer.groups import Grouping, Unit, groupings
 from deephoyer.inference import Examples, device_of
-from deephoyer.latency import fastest, in_precision, latency_cost
+from deephoyer.latency import Beside
+from deephoyer.layer_times import latency_cost
 from deephoyer.masks import Masks, cut, scored
 from deephoyer.rules import Rule, Scores, StdRatio, Verdict
 from deephoyer.scores import Loss, Score
@@ -36,9 +37,11 @@ from deephoyer.widths import CLOSE, WidthCost, choose, macs_cost, parameters_cos
 
 TRIES = 5
 """How often a choice is corrected by what the compacted network really costs."""
-CLOSE_IN_TIME = 0.03
-"""As `CLOSE`, for times, which never come out the same twice."""
-MULTIPLES = {"cpu": 8, "cuda": 16}
+TRIES_IN_TIME = 4
+"""The same for times: measuring takes seconds, compiling minutes."""
+CLOSE_IN_TIME = 0.1
+"""As `CLOSE`, for times, which never come out the same twice; less than a third of it is aimed at."""
+MULTIPLES = {"cpu": 8, "cuda": 32}
 """Numbers of channels that processors compute in whole blocks."""
 
 
@@ -65,6 +68,23 @@ class Given(Rule):
 
     def judge(self, scores: Sequence[Scores]) -> list[Verdict]:
         return [Verdict(keep.to(s.score.device), 0.0) for keep, s in zip(self.keeps, scores, strict=True)]
+
+
+class Choosing(TypedDict, total=False):
+    """How channels are chosen, as `Plan`, `shrink` and `Cutter` take it; what is left out is as in `Cutter`."""
+
+    protect: str | Iterable[str]
+    """Layers whose outputs stay whole, by name or glob."""
+    multiple: int | None
+    """Widths are kept at multiples of this number; without it as many as processors like, where time is the target."""
+    least: float
+    """The share of a layer's channels that stays whatever they are worth."""
+    by_cost: bool | None
+    """Whether channels go by their worth for what they cost; by default where time is the target."""
+    score: str | Score
+    """What channels are worth."""
+    loss: Loss | None
+    """For scores that look at gradients: `loss(model, batch)`."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +133,7 @@ class Cutter:
         patterns = [protect] if isinstance(protect, str) else list(protect)
         self.coupled: Coupled | None = None
         self.cost: WidthCost | None = None
+        self.stuck: list[str] = []  # what could give no more when it was cut last
         self.parameters: list[str] | None = None
         if groups is None:
             groups = "elements" if target.kind == "density" else Coupled(self.model, examples)
@@ -176,11 +197,11 @@ class Cutter:
 
     def time_of(self, small: nn.Module) -> float:
         """How long a compacted network takes, as a share of the whole one's time; the two are timed in turns."""
-        target = self.target
-        models = [in_precision(model, self.examples, target.dtype)[0] for model in (small, self.model)]
-        examples = in_precision(nn.Identity(), self.examples, target.dtype)[1]
-        own, whole = fastest(models, examples, target.batch, seconds=2.0, mode=target.mode)
-        return own / whole
+        return self.stopwatch().share(small).value
+
+    def stopwatch(self) -> Beside:
+        """What times networks beside the whole one, as the target says that they will be run."""
+        return Beside(self.model, self.examples, self.target.batch, self.target.mode, self.target.dtype)
 
     # Cutting
 
@@ -220,35 +241,32 @@ class Cutter:
 
     def aim(self, share: float) -> Cut:
         """What is to stay so that the compacted network really costs this share: tried, counted or timed, corrected."""
-        chosen, bound = self.plan(share), share
+        chosen = self.plan(share)
         if self.cost is None:
             return chosen
-        close = CLOSE if self.target.kind != "latency" else CLOSE_IN_TIME
-        best: Cut | None = None
-
-        def misses(real: float) -> tuple[bool, float]:
-            """Too much is worse than too little, by however much."""
-            return real > share * (1 + close), abs(real - share)
-
-        for _ in range(TRIES):
+        timed = self.target.kind == "latency"
+        stopwatch = self.stopwatch() if timed else None  # the whole network is compiled or captured once
+        close = CLOSE_IN_TIME / 3 if timed else CLOSE
+        tried: list[tuple[float, Cut]] = []
+        bound = share
+        for _ in range(TRIES_IN_TIME if timed else TRIES):
             with restored(self.model):
                 self.apply(chosen)
-                real = self.share_of(self.compacted())
-            tried = Cut(chosen.keeps, real, chosen.stuck)
-            if best is None or misses(real) < misses(best.share):
-                best = tried
+                small = self.compacted()
+                real = self.share_of(small) if stopwatch is None else stopwatch.share(small).value
+            tried.append((bound, Cut(chosen.keeps, real, chosen.stuck)))
             if abs(real - share) <= close * share:
                 break
-            bound = min(1.0, bound * share / real)
-            following = self.plan(bound)
-            if all(torch.equal(a, b) for a, b in zip(following.keeps, chosen.keeps, strict=True)):
+            bound = next_bound([(bound, cut.share) for bound, cut in tried], share)
+            chosen = self.plan(bound)
+            if any(_same(chosen, cut) for _, cut in tried):
                 break
-            chosen = following
-        assert best is not None
-        return best
+        # too much is worse than too little, by however much
+        return min((cut for _, cut in tried), key=lambda c: (c.share > share * (1 + close), abs(c.share - share)))
 
     def apply(self, chosen: Cut) -> Masks:
         """Zeroes what is to go, in the network itself."""
+        self.stuck = chosen.stuck
         units, scores = scored(self.model, self.groups, self.parameters)
         return cut(self.model, Given(chosen.keeps), units, scores)
 
@@ -306,6 +324,23 @@ class Cutter:
         named = [(one.name, len(one.channels)) for one in self.coupled.sets]
         return [(name, wide, alive.get(name, wide), why.get(name, "")) for name, wide in named]
 
+    def why_not(self, reached: float) -> str | None:
+        """What to say of a network that is not as small, or as fast, as was asked; nothing of one that is."""
+        share = self.target.share
+        far = f"{reached:.3f} was reached, {share:g} was asked for"
+        if self.target.kind == "latency" and reached < share * (1 - CLOSE_IN_TIME):
+            return (
+                f"{far}: no widths in between were found, or this machine's times vary; multiple=1 allows more widths."
+            )
+        if reached <= share * (1 + (CLOSE_IN_TIME if self.target.kind == "latency" else CLOSE)):
+            return None
+        if self.cost is None:
+            return f"{far}: {'; '.join(self.stuck)}"
+        stuck = ", ".join(self.stuck) or "none"
+        fixed = ", ".join(f"{name} ({why})" for name, why in self.fixed().items()) or "none"
+        varies = "; or this machine's times vary" if self.target.kind == "latency" else ""
+        return f"{far}: at their least width: {stuck}; not to be cut: {fixed}{varies}."
+
     def fixed(self) -> dict[str, str]:
         """The sets that can't be cut at all, and why."""
         if self.coupled is None:
@@ -319,6 +354,24 @@ class Cutter:
 def _written(coupled: Coupled, one: ChannelSet) -> set[str]:
     """The layers whose outputs a set's channels are."""
     return {name.rpartition(".")[0] for name, dim in one.places if (name, dim) in coupled.graph.writes}
+
+
+def next_bound(tried: Sequence[tuple[float, float]], share: float) -> float:
+    """The bound to try next: between the two that came out nearest on both sides, or scaled by how far the last missed.
+
+    >>> next_bound([(0.5, 0.6)], 0.5), next_bound([(0.5, 0.6), (0.4, 0.4)], 0.5)
+    (0.4166666666666667, 0.45)
+    """
+    over = min((pair for pair in tried if pair[1] > share), key=lambda pair: pair[1], default=None)
+    under = max((pair for pair in tried if pair[1] <= share), key=lambda pair: pair[1], default=None)
+    if over is None or under is None:
+        bound, real = tried[-1]
+        return min(1.0, bound * share / real)
+    return under[0] + (over[0] - under[0]) * (share - under[1]) / (over[1] - under[1])
+
+
+def _same(a: Cut, b: Cut) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a.keeps, b.keeps, strict=True))
 
 
 def _called(name: str, pattern: str) -> bool:

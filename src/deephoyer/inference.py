@@ -37,9 +37,18 @@ def call(model: nn.Module, examples: Examples) -> Any:
     >>> call(nn.Linear(2, 3), torch.zeros(5, 2)).shape
     torch.Size([5, 3])
     """
+    args, kwargs = moved(examples, device_of(model))
+    return model(*args, **kwargs)
+
+
+def moved(examples: Examples, place: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The examples as positional and keyword arguments, their tensors at that place."""
+
+    def there(value: Any) -> Any:
+        return value.to(place) if isinstance(value, Tensor) else value
+
     args, kwargs = arguments(examples)
-    place = device_of(model)
-    return model(*(_moved(a, place) for a in args), **{k: _moved(v, place) for k, v in kwargs.items()})
+    return tuple(there(a) for a in args), {k: there(v) for k, v in kwargs.items()}
 
 
 def arguments(examples: Examples) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -80,7 +89,3 @@ def device_of(model: nn.Module) -> torch.device:
     for tensor in (*model.parameters(), *model.buffers()):
         return tensor.device
     return torch.device("cpu")
-
-
-def _moved(value: Any, place: torch.device) -> Any:
-    return value.to(place) if isinstance(value, Tensor) else value

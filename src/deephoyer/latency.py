@@ -1,33 +1,31 @@
-"""How long networks take, measured here and now; and how the time of each of their layers depends on its widths.
+"""How long networks take, measured here and now.
 
-Several models are timed in turns, so that a busy machine hits all alike. A layer's times are measured on random weights
-at a few widths and interpolated between them, once for each device, precision and shape in a process. Which
-widths are then chosen is not known here.
+Several models are timed in turns, so that a busy machine hits all alike. How the time of a single layer depends on its
+widths is measured in `layer_times.py`.
 """
 
 from __future__ import annotations
 
 import copy
+import math
+import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from deephoyer.errors import UserError, unknown
-from deephoyer.inference import Examples, arguments, at_rest, call, device_of, with_batch
-from deephoyer.structure import Coupled
-from deephoyer.widths import CostTerm, Side, WidthCost, sides_of, widths_of
+from deephoyer.inference import Examples, arguments, at_rest, device_of, moved, with_batch
 
 MODES = ("eager", "cuda-graph", "compiled")
 """How a network is run when it is timed."""
-FRACTIONS = (0.25, 0.5, 0.75, 1.0)
-"""Widths at which a layer is timed, as shares of its own."""
-SECONDS_FOR_A_LAYER = 0.03
-_TIMES: dict[tuple[object, ...], float] = {}
-"""Milliseconds by device, precision, way of running and shape."""
+KNOWN = 0.01
+"""The standard error, as a share, at which a share of a time is known well enough."""
 
 
 @dataclass(frozen=True)
@@ -59,28 +57,130 @@ def measure(
     return [[at_size[i] for at_size in by_batch] for i in range(len(models))]
 
 
-def fastest(
-    models: Sequence[nn.Module], examples: Examples, batch: int, seconds: float = 1.0, mode: str = "eager"
-) -> list[float]:
-    """Each model's fastest call in milliseconds: what else a machine does only adds to a time."""
-    return [min(taken) for taken in _taken(models, with_batch(examples, batch), seconds, mode)]
-
-
 def _at_batch(models: Sequence[nn.Module], examples: Examples, size: int, seconds: float, mode: str) -> list[Latency]:
-    return [_quartiles(size, taken) for taken in _taken(models, examples, seconds, mode)]
-
-
-def _taken(models: Sequence[nn.Module], examples: Examples, seconds: float, mode: str) -> list[list[float]]:
     times: list[list[float]] = [[] for _ in models]
     runs = [runner(model, examples, mode) for model in models]
-    for model, run in zip(models, runs, strict=True):
+    places = [device_of(model) for model in models]
+    with ExitStack() as rest:
+        for model, run, place in zip(models, runs, places, strict=True):
+            rest.enter_context(at_rest(model))
+            for _ in range(2):
+                once(run, place)
+        until = time.perf_counter() + seconds
+        while len(times[0]) < 5 or (time.perf_counter() < until and len(times[0]) < 500):
+            for run, place, taken in zip(runs, places, times, strict=True):
+                taken.append(once(run, place, wall=True))
+    return [_quartiles(size, taken) for taken in times]
+
+
+def _quartiles(size: int, taken: list[float]) -> Latency:
+    low, median, high = torch.tensor(taken, dtype=torch.float64).quantile(torch.tensor([0.25, 0.5, 0.75]).double())
+    return Latency(size, median.item(), low.item(), high.item(), len(taken))
+
+
+@dataclass(frozen=True)
+class Share:
+    """A time as a share of another, and how far off that may be (its standard error)."""
+
+    value: float
+    error: float
+
+
+class Beside:
+    """Times networks as shares of the time of one that stays, in turns with it.
+
+    >>> whole = nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 64))
+    >>> small = nn.Sequential(nn.Linear(64, 8), nn.Linear(8, 64))
+    >>> beside = Beside(whole, torch.zeros(1, 64), batch=64)
+    >>> beside.share(small).value > 0, beside.whole_ms() > 0
+    (True, True)
+    """
+
+    def __init__(
+        self,
+        whole: nn.Module,
+        examples: Examples,
+        batch: int = 1,
+        mode: str = "eager",
+        dtype: torch.dtype | None = None,
+        seconds: float = 1.0,
+    ):
+        self.mode, self.dtype, self.seconds = mode, dtype, seconds
+        self.whole, self.examples = in_precision(whole, with_batch(examples, batch), dtype)
+        self._run = runner(self.whole, self.examples, mode)
+        self._warm(self.whole, self._run)
+
+    def whole_ms(self) -> float:
+        """The fastest call of the whole network, in milliseconds."""
+        return fastest(self.whole, self._run, self.seconds / 2)
+
+    def share(self, small: nn.Module) -> Share:
+        """The median over rounds in which both are called; more rounds, up to twice as long, where they differ."""
+        small = in_precision(small, (), self.dtype)[0]
+        run, place = runner(small, self.examples, self.mode), device_of(self.whole)
+        self._warm(small, run)
+        found: list[float] = []
+        with at_rest(small), at_rest(self.whole):
+            began = time.perf_counter()
+            while True:
+                first, second = (run, self._run) if len(found) % 2 else (self._run, run)
+                pair = once(first, place), once(second, place)
+                found.append(pair[0] / pair[1] if first is run else pair[1] / pair[0])
+                share = _median(found)
+                taken = time.perf_counter() - began
+                enough = share.error <= KNOWN * share.value and taken > self.seconds / 4
+                if len(found) >= 8 and (enough or taken > 2 * self.seconds):
+                    return share
+
+    def _warm(self, model: nn.Module, run: Callable[[], Any]) -> None:
+        with at_rest(model):
+            for _ in range(3):
+                once(run, device_of(model))
+
+
+def _median(values: Sequence[float]) -> Share:
+    """The median and its standard error, from the median of the deviations: a few wild ones change neither."""
+    middle = statistics.median(values)
+    deviation = 1.4826 * statistics.median(abs(value - middle) for value in values)
+    return Share(middle, 1.2533 * deviation / math.sqrt(len(values)))
+
+
+def fastest(model: nn.Module, run: Callable[[], Any], seconds: float, at_least: int = 3, burst: int = 1) -> float:
+    """The fastest call in milliseconds: what else a machine does only adds to a time.
+
+    With `burst`, so many calls are made before an accelerator is waited for, and the time is one call's part.
+    """
+    place = device_of(model)
+    taken: list[float] = []
+    with at_rest(model):
         for _ in range(2):
-            _timed(model, run)
-    until = time.perf_counter() + seconds
-    while len(times[0]) < 5 or (time.perf_counter() < until and len(times[0]) < 500):
-        for model, run, taken in zip(models, runs, times, strict=True):
-            taken.append(_timed(model, run))
-    return times
+            once(run, place)
+        until = time.perf_counter() + seconds
+        while len(taken) < at_least or (time.perf_counter() < until and len(taken) < 100):
+            taken.append(once(run, place, burst=burst))
+    return min(taken)
+
+
+def once(run: Callable[[], Any], place: torch.device, wall: bool = False, burst: int = 1) -> float:
+    """Milliseconds of a call.
+
+    One thread on a CPU is timed by what it computes itself, not by the clock on the wall: what other processes of a
+    busy machine take in between is not its own. `wall` asks for the clock on the wall all the same.
+    """
+    alone = place.type == "cpu" and torch.get_num_threads() == 1 and not wall
+    clock = time.thread_time if alone else time.perf_counter
+    _wait(place)
+    start = clock()
+    for _ in range(burst):
+        run()
+    _wait(place)
+    return (clock() - start) * 1e3 / burst
+
+
+def _wait(place: torch.device) -> None:
+    """Accelerators run behind the caller: the clock stops when they have finished."""
+    if place.type != "cpu":
+        torch.accelerator.synchronize(place)
 
 
 def runner(model: nn.Module, examples: Examples, mode: str = "eager") -> Callable[[], Any]:
@@ -88,15 +188,27 @@ def runner(model: nn.Module, examples: Examples, mode: str = "eager") -> Callabl
     if mode not in MODES:
         raise unknown("mode of running a network", mode, MODES)
     place = device_of(model)
-    args, kwargs = arguments(examples)
-    args = tuple(_moved(a, place) for a in args)
-    kwargs = {k: _moved(v, place) for k, v in kwargs.items()}
+    args, kwargs = moved(examples, place)
     if mode == "compiled":
-        compiled = torch.compile(model)
+        compiled = _compiled(model)
         return lambda: compiled(*args, **kwargs)
     if mode == "cuda-graph":
         return _captured(model, args, kwargs, place)
     return lambda: model(*args, **kwargs)
+
+
+def _compiled(model: nn.Module) -> Callable[..., Any]:
+    """Compiled by itself: what is compiled is kept by the code it came from, and many networks share one `forward`.
+
+    Past a handful of them torch would run the next one uncompiled.
+    """
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return model(*args, **kwargs)
+
+    assert isinstance(forward, FunctionType)
+    forward.__code__ = forward.__code__.replace(co_name=f"forward_{id(model)}")
+    return torch.compile(forward, dynamic=False)
 
 
 def _captured(
@@ -114,36 +226,14 @@ def _captured(
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            model(*args, **kwargs)
-    return graph.replay
+            output = model(*args, **kwargs)
 
+    def replay(held: Any = (model, args, kwargs)) -> Any:
+        """What the graph reads must live as long as it does, so it is held here."""
+        graph.replay()
+        return output
 
-def _timed(model: nn.Module, run: Callable[[], Any]) -> float:
-    place = device_of(model)
-    with at_rest(model):
-        _wait(place)
-        start = time.perf_counter()
-        run()
-        _wait(place)
-        return (time.perf_counter() - start) * 1e3
-
-
-def _wait(place: torch.device) -> None:
-    """Accelerators run behind the caller: the clock stops when they have finished."""
-    if place.type != "cpu":
-        torch.accelerator.synchronize(place)
-
-
-def _quartiles(size: int, taken: list[float]) -> Latency:
-    low, median, high = torch.tensor(taken, dtype=torch.float64).quantile(torch.tensor([0.25, 0.5, 0.75]).double())
-    return Latency(size, median.item(), low.item(), high.item(), len(taken))
-
-
-def _moved(value: Any, place: torch.device) -> Any:
-    return value.to(place) if isinstance(value, Tensor) else value
-
-
-# What widths cost
+    return replay
 
 
 def in_precision(model: nn.Module, examples: Examples, dtype: torch.dtype | None) -> tuple[nn.Module, Examples]:
@@ -157,140 +247,3 @@ def in_precision(model: nn.Module, examples: Examples, dtype: torch.dtype | None
 
     made = {k: cast(v) for k, v in kwargs.items()} if kwargs else tuple(cast(a) for a in args)
     return copy.deepcopy(model).to(dtype), made
-
-
-def latency_cost(
-    examples: Examples, groups: Coupled, batch: int = 1, mode: str = "eager", dtype: torch.dtype | None = None
-) -> WidthCost:
-    """Milliseconds by the widths of the coupled sets: each layer's own times, and what is left over by what it writes.
-
-    What is left over (norms, activations, sums, and calling it all) is the time of the whole network less those of
-    its layers. It is laid on the layers in proportion to their outputs.
-    """
-    model, examples = in_precision(groups.model, with_batch(examples, batch), dtype)
-    layers = _layers_called(model, examples)
-    sides = sides_of(groups)
-    tables = {name: LayerTimes(layer, shape, mode) for name, (layer, shape, _) in layers.items()}
-    own = {name: table.at(*table.whole) for name, table in tables.items()}
-    (whole,) = fastest([model], examples, batch, mode=mode)
-    rest = max(0.0, whole - sum(own.values()))
-    written = sum(size for _, _, size in layers.values()) or 1
-    terms: list[CostTerm] = []
-    constant = 0.0
-    for name, (_, _, size) in layers.items():
-        table, dims = tables[name], sides.get(f"{name}.weight".removeprefix("."), {})
-        out, into = table.dims
-        pair = tuple(dims.get(d, Side(n, float(n), {})) for d, n in ((out, table.whole[0]), (into, table.whole[1])))
-        after = rest * size / written
-        if dims:
-            terms.append(CostTerm(pair, _price(table, after)))
-        else:
-            constant += own[name] + after
-    return WidthCost("milliseconds", widths_of(groups), terms, constant)
-
-
-def _price(table: LayerTimes, after: float) -> Callable[[float, float], float]:
-    return lambda out, into: table.at(out, into) + after * out / table.whole[0]
-
-
-def _layers_called(model: nn.Module, examples: Examples) -> dict[str, tuple[nn.Module, tuple[int, ...], int]]:
-    """The layers whose times are known by themselves, the shape each reads, and how much it writes."""
-    found: dict[str, tuple[nn.Module, tuple[int, ...], int]] = {}
-    hooks = []
-    for name, module in model.named_modules():
-        if isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)):
-
-            def note(layer: nn.Module, inputs: tuple[Any, ...], output: Any, name: str = name) -> None:
-                found[name] = (layer, tuple(inputs[0].shape), output.numel())
-
-            hooks.append(module.register_forward_hook(note))
-    try:
-        with at_rest(model):
-            call(model, examples)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return found
-
-
-class LayerTimes:
-    """A layer's milliseconds at any numbers of outputs and inputs: measured at a few, and interpolated.
-
-    >>> table = LayerTimes(nn.Linear(64, 32), (8, 64))
-    >>> table.at(32, 64) > 0, table.whole
-    (True, (32, 64))
-    """
-
-    dims = (0, 1)
-
-    def __init__(self, layer: nn.Module, shape: tuple[int, ...], mode: str = "eager"):
-        self.layer, self.shape = layer, shape
-        self.mode = "cuda-graph" if mode != "eager" and device_of(layer).type == "cuda" else "eager"
-        self.convolution = not isinstance(layer, nn.Linear)
-        self.groups = int(getattr(layer, "groups", 1))
-        weight = layer.weight
-        assert isinstance(weight, Tensor)
-        self.whole = (int(weight.shape[0]), int(weight.shape[1]))
-        self._grids = tuple(sorted({max(1, round(n * f)) for f in FRACTIONS}) for n in self.whole)
-
-    def at(self, out: float, into: float) -> float:
-        """Bilinear between the widths that were measured; below the least of them, on the line through zero and it."""
-        (o0, o1, a), (i0, i1, b) = (self._cell(n, grid) for n, grid in zip((out, into), self._grids, strict=True))
-        low = self._measured(o0, i0) * (1 - b) + self._measured(o0, i1) * b
-        high = self._measured(o1, i0) * (1 - b) + self._measured(o1, i1) * b
-        return low * (1 - a) + high * a
-
-    @staticmethod
-    def _cell(n: float, grid: list[int]) -> tuple[int, int, float]:
-        """The two measured widths around n, and how far it is between them; 0 costs nothing."""
-        above = next((i for i, width in enumerate(grid) if width >= n), len(grid) - 1)
-        under = grid[above - 1] if above else 0
-        return under, grid[above], min(1.0, (n - under) / max(1, grid[above] - under))
-
-    def _measured(self, out: int, into: int) -> float:
-        if not out or not into:
-            return 0.0
-        weight = self.layer.weight
-        assert isinstance(weight, Tensor)
-        where = torch.cuda.get_device_name(weight.device) if weight.device.type == "cuda" else str(weight.device)
-        settings = (self.layer.extra_repr(),) if self.convolution else ()  # kernel, stride, padding: all but widths
-        threads = torch.get_num_threads()
-        key = (where, threads, str(weight.dtype), self.mode, self.whole, self.shape, settings, out, into)
-        if key not in _TIMES:
-            _TIMES[key] = self._time(out, into, weight)
-        return _TIMES[key]
-
-    def _time(self, out: int, into: int, weight: Tensor) -> float:
-        layer = self._narrowed(out, into).to(weight.device, weight.dtype).eval()
-        shape = list(self.shape)
-        channel = -(weight.dim() - 1) if self.convolution else -1
-        shape[channel] = layer.in_channels if self.convolution else into  # type: ignore[assignment]
-        x = torch.randn(shape, device=weight.device, dtype=weight.dtype)
-        if weight.dim() == 4 and weight.is_contiguous(memory_format=torch.channels_last) and weight.shape[1] > 1:
-            layer, x = layer.to(memory_format=torch.channels_last), x.contiguous(memory_format=torch.channels_last)
-        run = runner(layer, x, self.mode)
-        taken = [_timed(layer, run) for _ in range(2)]
-        until = time.perf_counter() + SECONDS_FOR_A_LAYER
-        taken = []
-        while len(taken) < 3 or (time.perf_counter() < until and len(taken) < 100):
-            taken.append(_timed(layer, run))
-        return min(taken)  # what else the machine does only adds to it
-
-    def _narrowed(self, out: int, into: int) -> nn.Module:
-        layer: Any = self.layer
-        if not self.convolution:
-            return nn.Linear(into, out, bias=layer.bias is not None)
-        groups = max(1, round(self.groups * out / self.whole[0])) if self.groups > 1 else 1
-        out = max(1, out // groups) * groups
-        plain = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[layer.weight.dim() - 3]  # a class of its own may ask for other things
-        return plain(
-            into * groups,
-            out,
-            layer.kernel_size,
-            layer.stride,
-            layer.padding,
-            layer.dilation,
-            groups,
-            layer.bias is not None,
-            layer.padding_mode,
-        )

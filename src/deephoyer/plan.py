@@ -12,12 +12,12 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
 
-from deephoyer.cutting import Cut, Cutter, agreed
+from deephoyer.cutting import Choosing, Cut, Cutter, agreed
 from deephoyer.errors import UserError, not_negative
 from deephoyer.groups import Grouping
 from deephoyer.inference import Examples
@@ -25,12 +25,10 @@ from deephoyer.masks import Hold, Masks
 from deephoyer.optimizers import bare
 from deephoyer.penalties import Penalty, wide
 from deephoyer.regularizer import Regularizer
-from deephoyer.scores import Loss, Score
 from deephoyer.strength_control import correction
 from deephoyer.targets import Target
 from deephoyer.text_table import text_table
 from deephoyer.weights import named_parameters, unwrap
-from deephoyer.widths import CLOSE
 
 PROBES = 8
 """Optimizer steps whose gradients say how strong the penalty is to begin with."""
@@ -56,6 +54,9 @@ class Stages:
 
 class Plan:
     """Makes a network as small or fast as asked while somebody's loop trains it.
+
+    Which channels go is said by `protect`, `multiple`, `least`, `by_cost`, `score` and `loss`, as in
+    `deephoyer.cutting.Choosing`; the docs list every choice.
 
     >>> model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 2))
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -86,14 +87,9 @@ class Plan:
         weigh: str = "size",
         stages: Stages | None = None,
         rounds: int = 3,
-        protect: str | Iterable[str] = (),
-        multiple: int | None = None,
-        least: float = 0.05,
-        by_cost: bool | None = None,
-        score: str | Score = "magnitude",
         batches: Iterable[Any] | None = None,
-        loss: Loss | None = None,
         baseline: float | None = None,
+        **choosing: Unpack[Choosing],
     ):
         self.total = _length(epochs, steps)
         self.by_steps = steps is not None
@@ -101,19 +97,7 @@ class Plan:
         self.optimizers = [bare(o) for o in (optimizer if isinstance(optimizer, list | tuple) else [optimizer])]
         self.stages, self.rounds = stages or Stages(), _rounds(rounds)
         with torch.random.fork_rng(devices=[]):  # making a plan leaves the user's random numbers alone
-            self.cutter = Cutter(
-                model,
-                example_inputs,
-                target,
-                groups,
-                protect=protect,
-                multiple=multiple,
-                least=least,
-                by_cost=by_cost,
-                score=score,
-                batches=batches,
-                loss=loss,
-            )
+            self.cutter = Cutter(model, example_inputs, target, groups, batches=batches, **choosing)
         self.regularizer = Regularizer(
             model,
             penalty,
@@ -137,7 +121,6 @@ class Plan:
         self._window = 0
         self._density = self._density_whole = self.regularizer.effective_density().item()
         self._share = self.cutter.share_now()
-        self._stuck: list[str] = []
         self._best: dict[str, Any] | None = None
         self._held: list[Hold] = []
         self._probe: Any = None
@@ -318,7 +301,7 @@ class Plan:
         cut = agreed(self.cutter.aim(self.share_of_level(level)))
         assert isinstance(cut, Cut)
         self._hold(self.cutter.apply(cut))
-        self.level, self._share, self._stuck = level, cut.share, cut.stuck
+        self.level, self._share = level, cut.share
         self._window = len(self._rates)
         self._density = self.regularizer.effective_density().item()
 
@@ -382,7 +365,7 @@ class Plan:
             "density": self._density,
             "density_whole": self._density_whole,
             "share": self._share,
-            "stuck": list(self._stuck),
+            "stuck": list(self.cutter.stuck),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -398,7 +381,7 @@ class Plan:
         self._probed = [list(pair) for pair in state["probed"]]
         self._rates, self._window = list(state["rates"]), int(state["window"])
         self._density, self._density_whole = state["density"], state["density_whole"]
-        self._share, self._stuck = state["share"], list(state["stuck"])
+        self._share, self.cutter.stuck = state["share"], list(state["stuck"])
         self.masks = None
         if state["masks"] is not None:
             self._hold(Masks.from_state_dict(state["masks"], self.model))
@@ -411,8 +394,11 @@ class Plan:
         scores = [line["score"] for line in self.history if "score" in line]
         score = self._best["score"] if self._best else (scores[-1] if scores else None)
         notes = list(self.notes)
-        if reached > self.target.share * (1 + CLOSE):
-            notes.append(self._why_not(reached))
+        if (why := self.cutter.why_not(reached)) is not None:
+            if self.level < self.rounds:
+                lost = f"cutting further lost more than the drop of {self.target.drop:g} that is allowed"
+                why = f"{why.partition(':')[0]}: {lost}."
+            notes.append(why)
         return PlanReport(
             target=self.target,
             reached=reached,
@@ -423,16 +409,6 @@ class Plan:
             notes=notes,
             history=self.history,
         )
-
-    def _why_not(self, reached: float) -> str:
-        far = f"{reached:.3f} was reached, {self.target.share:g} was asked for"
-        if self.level < self.rounds:
-            return f"{far}: cutting further lost more than the drop of {self.target.drop:g} that is allowed."
-        if self.cutter.cost is None:
-            return f"{far}: {'; '.join(self._stuck)}"
-        fixed = [f"{name} ({why})" for name, why in self.cutter.fixed().items()]
-        stuck = f"at their least width: {', '.join(self._stuck) or 'none'}"
-        return f"{far}: {stuck}; not to be cut: {', '.join(fixed) or 'none'}."
 
 
 @dataclass(frozen=True)

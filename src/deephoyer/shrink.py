@@ -9,21 +9,19 @@ import copy
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
-from deephoyer.cutting import Cutter
+from deephoyer.cutting import Choosing, Cutter
 from deephoyer.errors import UserError
 from deephoyer.groups import Grouping
 from deephoyer.inference import Examples, arguments, at_rest, call
-from deephoyer.scores import Loss, Score
 from deephoyer.structure import Coupled
 from deephoyer.structure.inputs import outputs_in
 from deephoyer.targets import Target
 from deephoyer.weights import unwrap
-from deephoyer.widths import CLOSE
 
 HALVINGS = 6
 """How often the size is halved in on where a drop in score bounds it."""
@@ -65,19 +63,15 @@ def shrink(
     batches: Iterable[Any] | None = None,
     *,
     validate: Callable[[nn.Module], float] | None = None,
-    score: str | Score = "magnitude",
-    loss: Loss | None = None,
     groups: Coupled | str | Grouping | Iterable[str | Grouping] | None = None,
-    protect: str | Iterable[str] = (),
-    multiple: int | None = None,
-    least: float = 0.05,
-    by_cost: bool | None = None,
+    **choosing: Unpack[Choosing],
 ) -> nn.Module:
     """A smaller copy of the model, cut at once; `small.shrink_report` says what that lost.
 
     `batches` are inputs as the model takes them (a tensor, a tuple, a dict), or pairs of inputs and labels; batch norms
     are recalibrated on them and outputs compared. A `drop` in the target needs `validate(model)`, higher is better: the
-    network is then cut as far as the drop allows. Scores that look at gradients need `loss(model, batch)` besides.
+    network is then cut as far as the drop allows. Scores that look at gradients need `loss(model, batch)` besides;
+    `protect`, `multiple`, `least`, `by_cost` and `score` are those of `deephoyer.cutting.Choosing`.
 
     >>> net = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
     >>> small = shrink(net, torch.randn(16, 8), Target(parameters=0.5))
@@ -89,20 +83,8 @@ def shrink(
     seen = None if batches is None else list(batches)
     work = copy.deepcopy(unwrap(model))
     if isinstance(groups, Coupled):
-        groups = None  # of the model itself, which stays as it is
-    cutter = Cutter(
-        work,
-        example_inputs,
-        target,
-        groups,
-        protect=protect,
-        multiple=multiple,
-        least=least,
-        by_cost=by_cost,
-        score=score,
-        batches=seen,
-        loss=loss,
-    )
+        groups = type(groups)(work, example_inputs, groups.exact)  # the model itself stays as it is
+    cutter = Cutter(work, example_inputs, target, groups, batches=seen, **choosing)
     before = None if validate is None else float(validate(model))
     whole = copy.deepcopy(work.state_dict())
 
@@ -113,9 +95,8 @@ def shrink(
             small, after = _as_far_as_allowed(cutter, whole, seen, validate, before)
             note = f"note:      at {target.share:g} more was lost than the drop of {target.drop:g} that is allowed."
     reached = cutter.share_of(small)
-    if not note and reached > target.share * (1 + CLOSE):
-        fixed = ", ".join(f"{name} ({why})" for name, why in cutter.fixed().items())
-        note = f"note:      {target.share:g} was out of reach; not to be cut: {fixed or 'none'}."
+    if not note and (why := cutter.why_not(reached)) is not None:
+        note = f"note:      {why}"
     error, same = _difference(model, small, seen or [example_inputs])
     small.shrink_report = ShrinkReport(  # type: ignore[assignment]
         target=target,

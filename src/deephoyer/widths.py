@@ -218,8 +218,8 @@ def choose(
         worth = block.worth_of_next(number)
         if not by_cost:
             return worth / number, number
-        saved = -cost.change(live, name, -number)
-        return (worth / saved if saved > 0 else math.inf), number
+        saved = -cost.change(live, name, -number)  # measured times may say that less takes longer: such go last
+        return worth / max(saved, 1e-6 * (cost.dense or 1.0)), number
 
     keys = {name: key(name) for name in blocks}
     while now > bound:

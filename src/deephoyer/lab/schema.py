@@ -177,6 +177,9 @@ class Recipe(Part):
             raise UserError("rounds repeats regularize and prune; both must be there (or rounds=1).")
         if self.distill and not (self.regularize or self.finetune):
             raise UserError("distill teaches while regularizing and finetuning; neither is there.")
+        target = self.prune.target if self.prune else None
+        if self.joints != "none" and target is not None and target.latency is not None:
+            raise UserError("a latency is that of a network without joints, which cost time; leave out joints.")
         return self
 
     def stages(self) -> tuple[str, ...]:

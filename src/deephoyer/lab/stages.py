@@ -165,13 +165,18 @@ class PruneTarget(Part):
     """The share of the network's own time on this machine; for coupled groups."""
     batch: int | None = Field(default=None, ge=1)
     """Images that are timed at once where the target is a latency; without it, one."""
+    mode: Literal["eager", "cuda-graph", "compiled"] | None = None
+    """How the network is run when it is timed; without it, eager."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """The precision in which it is timed; without it, that of its weights."""
 
     @model_validator(mode="after")
     def _one_of_them(self) -> PruneTarget:
-        if len(self.model_dump(exclude_none=True, exclude={"batch"})) != 1:
+        about_time = {"batch", "mode", "dtype"}
+        if len(self.model_dump(exclude_none=True, exclude=about_time)) != 1:
             raise UserError("a target is one of macs, density, live, accuracy, drop and latency, like {macs: 0.4}.")
-        if self.batch is not None and self.latency is None:
-            raise UserError("a batch goes with a latency, like {latency: 0.5, batch: 64}.")
+        if self.latency is None and (given := self.model_dump(exclude_none=True, include=about_time)):
+            raise UserError(f"a {min(given)} goes with a latency, like {{latency: 0.5, batch: 64}}.")
         return self
 
 
@@ -208,8 +213,11 @@ class Prune(Part):
             raise UserError(f"a target goes with a rule that needs a value alone, not {self.rule}.")
         else:
             self.threshold()
-        if self.target is not None and self.target.latency is not None and self.groups != "coupled":
-            raise UserError(f"a latency goes with groups: coupled, not {self.groups}: whole channels must go.")
+        if self.target is not None and self.target.latency is not None:
+            if self.groups != "coupled":
+                raise UserError(f"a latency goes with groups: coupled, not {self.groups}: whole channels must go.")
+            if self.parameters is not None or self.allow_empty:
+                raise UserError("a latency is of all layers: leave out parameters and allow_empty.")
         return self
 
     def threshold(self) -> type[Threshold]:

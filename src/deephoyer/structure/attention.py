@@ -29,11 +29,16 @@ class NarrowAttention(nn.MultiheadAttention):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         batched = query.dim() == 3
+        to_itself = query is key and key is value
         if not batched:
             query, key, value = (t.unsqueeze(0) for t in (query, key, value))
         elif not self.batch_first:
             query, key, value = (t.transpose(0, 1) for t in (query, key, value))
-        q, k, v = (self._heads(t) for t in self._project(query, key, value))
+        if to_itself and self.fused:  # one product instead of three
+            projected = F.linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, -1)
+        else:
+            projected = self._project(query, key, value)
+        q, k, v = (self._heads(t) for t in projected)
         mask = self._mask(q, k, key_padding_mask, attn_mask)
         weights = None
         dropout = self.dropout if self.training else 0.0

@@ -42,7 +42,7 @@ class Coupled(Grouping):
 
     def __init__(self, model: nn.Module, example_inputs: Examples, exact: bool = True):
         """Without `exact`, channels that a layer norm is over may go too, though it is not the same function then."""
-        self.model = unwrap(model)
+        self.model, self.exact = unwrap(model), exact
         self.graph = proven(self.model, example_inputs, exact)
         self._wired = self.graph.wired()
 

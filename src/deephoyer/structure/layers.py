@@ -167,8 +167,9 @@ def cut(module: nn.Module, kind: LayerKind, keep: dict[str, Tensor], renewed: Re
 def put(module: nn.Module, name: str, new: Tensor, renewed: Renewed) -> None:
     """Puts a tensor of another shape in the place of a parameter or buffer."""
     old = getattr(module, name)
-    if new.untyped_storage().data_ptr() == old.untyped_storage().data_ptr():
-        new = new.clone(memory_format=torch.preserve_format)
+    order = _order_of(old) if new.dim() == old.dim() else torch.preserve_format
+    if order != torch.preserve_format or new.untyped_storage().data_ptr() == old.untyped_storage().data_ptr():
+        new = new.clone(memory_format=order)
     if isinstance(old, nn.Parameter):
         parameter = nn.Parameter(new, requires_grad=old.requires_grad)
         renewed.note(old, parameter)
@@ -176,6 +177,13 @@ def put(module: nn.Module, name: str, new: Tensor, renewed: Renewed) -> None:
     else:
         setattr(module, name, new)
         module._non_persistent_buffers_set.discard(name)  # a fresh model would give its own, of the old shape
+
+
+def _order_of(tensor: Tensor) -> torch.memory_format:
+    """How a tensor lies in memory: picking channels makes it plain, and fast convolutions want channels last."""
+    order = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
+    kept = order is not None and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=order)
+    return order if kept else torch.preserve_format  # type: ignore[return-value]
 
 
 def _inputs(weight: Tensor, dim: int, keep: Tensor, groups: int) -> Tensor:

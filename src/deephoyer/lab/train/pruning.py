@@ -110,7 +110,12 @@ def _timed(run: Run, settings: Prune, target: PruneTarget, groups: list[Grouping
     cutter = Cutter(
         run.model,
         run.data.example(),
-        targets.Target(latency=target.latency, batch=target.batch or 1),
+        targets.Target(
+            latency=target.latency,
+            batch=target.batch or 1,
+            mode=target.mode or "eager",
+            dtype=getattr(torch, target.dtype) if target.dtype else None,
+        ),
         groups,
         multiple=settings.multiple if settings.multiple > 1 else None,
         score=worth.score,
@@ -119,9 +124,12 @@ def _timed(run: Run, settings: Prune, target: PruneTarget, groups: list[Grouping
     )
     cut = agreed(cutter.aim(target.latency**done))
     run.progress.note(
-        f"prune: the network takes {cut.share:.2f} of its time before, {target.latency**done:.2f} was asked"
+        f"prune: the network takes {cut.share:.2f} of its time before, {target.latency**done:.2f} was asked for"
     )
-    return cutter.apply(cut)
+    masks = cutter.apply(cut)
+    if done == 1 and (why := cutter.why_not(cut.share)) is not None:
+        run.progress.note(f"prune: {why}")
+    return masks
 
 
 def _aimed(run: Run, settings: Prune, target: PruneTarget, groups: list[Grouping], done: float, worth: _Worth) -> Rule:
