@@ -156,6 +156,15 @@ def test_an_mps_that_runs_already_is_left_alone(control, tmp_path, monkeypatch):
     assert [call[0] for call in control()] == ["get_server_list"]
 
 
+def test_mps_is_found_beside_the_driver_where_the_path_has_it_not(tmp_path, monkeypatch):
+    program = tmp_path / gpu_sharing.CONTROL
+    program.write_text(CONTROL)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", "/bin")
+    monkeypatch.setattr(gpu_sharing, "BESIDE_THE_DRIVER", str(tmp_path))
+    assert gpu_sharing._control() == str(program)
+
+
 def test_two_fill_the_gpu_and_a_users_own_part_stays(monkeypatch):
     assert [gpu_sharing.part(n)[gpu_sharing.PART] for n in (1, 2, 3, 16)] == ["100", "100", "67", "13"]
     monkeypatch.setenv(gpu_sharing.PART, "30")

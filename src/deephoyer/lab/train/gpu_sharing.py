@@ -19,6 +19,8 @@ from contextlib import contextmanager
 import torch
 
 CONTROL = "nvidia-cuda-mps-control"
+BESIDE_THE_DRIVER = "/usr/local/nvidia/bin"
+"""Where containers have the driver's programs, often without it being on the PATH."""
 PART = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 
 
@@ -51,7 +53,7 @@ def part(processes: int) -> dict[str, str]:
 def mps(say: Callable[[str], None], processes: int) -> Iterator[dict[str, str]]:
     """What the environment of so many processes needs to share a GPU through MPS, for as long as this lasts; {}
     without it."""
-    if shutil.which(CONTROL) is None:
+    if _control() is None:
         yield {}
         return
     if _asked("get_server_list", os.environ) is not None:
@@ -70,9 +72,13 @@ def mps(say: Callable[[str], None], processes: int) -> Iterator[dict[str, str]]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def _control() -> str | None:
+    return shutil.which(CONTROL) or shutil.which(CONTROL, path=BESIDE_THE_DRIVER)
+
+
 def _start(environment: Mapping[str, str]) -> str | None:
     """Starts it and lets a process try it; says what went wrong."""
-    status = _silently([CONTROL, "-d"], environment)
+    status = _silently([_control() or CONTROL, "-d"], environment)
     if status:
         return f"exit status {status}"
     if _silently([sys.executable, "-c", _CLIENT], environment):
@@ -107,7 +113,7 @@ def _asked(command: str, environment: Mapping[str, str]) -> str | None:
     """What the running MPS answers; None if there is none to answer."""
     try:
         done = subprocess.run(
-            [CONTROL], input=command + "\n", env=environment, timeout=30, capture_output=True, text=True
+            [_control() or CONTROL], input=command + "\n", env=environment, timeout=30, capture_output=True, text=True
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
