@@ -47,7 +47,9 @@ def test_images_looked_up_are_the_images_moved(reach, flips):
     pictures = data.Dataset("pictures", x, y, x, y, 40, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)).in_floats()
     draw = batches.draw(torch.arange(40), 30, reach, flips, seed=2).step(0)
     expected, labels = batches.images(pictures, draw, reach)
-    assert torch.equal(looked_up(pictures, *draw, reach), expected) and torch.equal(labels, draw[0])
+    assert torch.equal(looked_up(pictures, draw.numbers, draw.shift, draw.flip, reach), expected) and torch.equal(
+        labels, draw[0]
+    )
 
 
 def test_rates_are_pure_functions_of_the_step():

@@ -1,4 +1,4 @@
-"""Where the images of a folder lie, and of which class each is. Nothing is opened here but annotations.
+"""Where the images of a folder lie, and of which class each is. One is decoded only when it is asked for.
 
 Three layouts are told apart by what is there:
 - `train/<class>/…` and `val/<class>/…`, as most people and ImageNet's usual preparation have it;
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from PIL import Image
 
 from deephoyer.errors import UserError
 
@@ -54,6 +55,15 @@ def find(root: Path, key: str) -> tuple[Files | None, Files]:
     if train is not None and train.classes != val.classes:
         raise UserError(f"{key}: {_difference(train.classes, val.classes)}; both need the same class folders.")
     return train, val
+
+
+def read_image(path: Path) -> Image.Image | None:
+    """An image file, decoded, in red, green and blue; None where that can't be done."""
+    try:
+        with Image.open(path) as image:
+            return image.convert("RGB")
+    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError):
+        return None
 
 
 def _by_folder(folder: Path, key: str) -> Files:

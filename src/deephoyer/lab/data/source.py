@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
+
+from deephoyer.errors import UserError
 
 Split = Literal["train", "test"]
 
@@ -41,13 +43,20 @@ TEST = Images("test")
 
 
 class Source(ABC):
-    """A data set; each kind declares whether its images are `in_memory`, where captured steps can find them."""
+    """A data set.
+
+    Each kind declares whether its images are `in_memory`, where captured steps can find them, and whether it `crops`
+    and mirrors them by its own settings, or leaves that to a recipe's shift and flip.
+    """
 
     in_memory: ClassVar[bool]
+    crops: ClassVar[bool] = False
     name: str
     classes: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    unreadable: dict[tuple[Split, int], str]
+    skip_at_most: int
 
     @property
     @abstractmethod
@@ -86,6 +95,13 @@ class Source(ABC):
         if self.mean == (0.0,) and self.std == (1.0,):
             return x
         return (x - _channels(self.mean, x.device)) / _channels(self.std, x.device)
+
+    def refuse(self, names: Sequence[str]) -> None:
+        """Ends a run for which too many images could not be read."""
+        raise UserError(
+            f"data {self.name}: {len(names)} images can't be read ({', '.join(names[:3])}, …). Mend or remove "
+            f"them, or let more be left out: data.skip_at_most is {self.skip_at_most}."
+        )
 
 
 @cache

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from deephoyer.errors import UserError
 from deephoyer.files import kept_in
-from deephoyer.lab.data.image_files import Files, find
+from deephoyer.lab.data.image_files import Files, find, read_image
+from deephoyer.lab.data.small_images import SmallImages
 from deephoyer.lab.data.source import UNREADABLE, Images, Source, Split, seed_of
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -43,6 +44,7 @@ class Streaming(Source):
     """Image files in class folders; `folder`, `imagenet` and `tiny-imagenet` make it."""
 
     in_memory: ClassVar[bool] = False
+    crops: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -60,10 +62,10 @@ class Streaming(Source):
         self.mean, self.std = (IMAGENET_MEAN, IMAGENET_STD) if normalize else ((0.0,), (1.0,))
         train, test = find(root, f"data {name}")
         self.files: dict[Split, Files | None] = {"train": train, "test": test}
-        self.class_names, self.classes = test.classes, len(test.classes)
+        self.classes = len(test.classes)
         self.workers = default_workers() if workers is None else workers
         self.skip_at_most = skip_at_most
-        self.unreadable: dict[tuple[Split, int], str] = {}
+        self.unreadable = {}
         self.device = torch.device("cpu")
         self._reader = _Reader(self.files, size, *_transforms(size, resize, crop, flip))
         self._queue = _Queue()
@@ -84,6 +86,13 @@ class Streaming(Source):
         moved.device, moved._loader = torch.device(device), None
         moved._queue, moved.unreadable = _Queue(), {}
         return moved
+
+    def held(self, crop: float, flip: bool) -> SmallImages:
+        """The same images in memory."""
+        present, readers = self._reader.present, max(1, self.workers)
+        return SmallImages(
+            self.name, self.files, self.size, crop, flip, present, self.mean, self.std, readers, self.skip_at_most
+        )
 
     def shown(self, images: Images, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
         index = torch.arange(self.count(images.split)) if images.index is None else images.index
@@ -125,13 +134,6 @@ class Streaming(Source):
         self.unreadable |= {(split, i): files.name(i) for i in bad}
         if len(self.unreadable) > self.skip_at_most:
             self.refuse(list(self.unreadable.values()))
-
-    def refuse(self, names: Sequence[str]) -> None:
-        """Ends a run for which too many images could not be read."""
-        raise UserError(
-            f"data {self.name}: {len(names)} images can't be read ({', '.join(names[:3])}, …). Mend or remove "
-            f"them, or let more be left out: data.skip_at_most is {self.skip_at_most}."
-        )
 
 
 class _Queue(torch.utils.data.Sampler[Request]):
@@ -178,15 +180,6 @@ class _Reader(torch.utils.data.Dataset[Any]):
         return augmented
 
 
-def read_image(path: Path) -> Image.Image | None:
-    """An image file, decoded, in red, green and blue; None where that can't be done."""
-    try:
-        with Image.open(path) as image:
-            return image.convert("RGB")
-    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError):
-        return None
-
-
 def _transforms(size: int, resize: int, crop: float, flip: bool) -> tuple[Any, Any]:
     """What is done to images for training, and for evaluation."""
     from torchvision.transforms import v2
@@ -229,12 +222,14 @@ def folder(
     workers: int | None = None,
     skip_at_most: int = 100,
     title: str = "folder",
-) -> Streaming:
+    memory: bool = False,
+) -> Streaming | SmallImages:
     """your own images: `path` has train/<class>/ and val/<class>/; read from the disk as they are needed
 
     Training sees random crops of at least `crop` of an image's area at `size` pixels, mirrored or not; evaluation the
     centre of the image after its shorter side is `resize` (an eighth more than `size` unless said). Without a `path`
     it is looked for as `title` in $DEEPHOYER_DATA. Up to `skip_at_most` images that can't be read are left out.
+    With `memory`, images that are small and all of one size are decoded once, and cropped and resized on the device.
     """
     whole = {"size": size, "skip_at_most": skip_at_most}
     whole |= {k: v for k, v in (("resize", resize), ("workers", workers)) if v is not None}
@@ -242,14 +237,15 @@ def folder(
         least = 0 if key in ("workers", "skip_at_most") else 1
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise UserError(f"data: {key} is {value!r}; it must be a whole number of at least {least}.")
-    for key, said in (("flip", flip), ("normalize", normalize)):
+    for key, said in (("flip", flip), ("normalize", normalize), ("memory", memory)):
         if not isinstance(said, bool):
             raise UserError(f"data: {key} is {said!r}; it must be true or false.")
     if isinstance(crop, bool) or not isinstance(crop, int | float) or not 0 < crop <= 1:
         raise UserError(f"data: crop is {crop!r}; it must be a share of an image's area, above 0 and at most 1.")
     needs_torchvision(title)
     root = kept_in(title) if path is None else Path(path).expanduser()
-    return Streaming(title, root, size, resize or size * 8 // 7, crop, flip, normalize, workers, skip_at_most)
+    made = Streaming(title, root, size, resize or size * 8 // 7, crop, flip, normalize, workers, skip_at_most)
+    return made.held(crop, flip) if memory else made
 
 
 def imagenet(
@@ -260,6 +256,7 @@ def imagenet(
     Without a `path` it is looked for as `imagenet` in $DEEPHOYER_DATA.
     """
     found = folder(path, size, resize, workers=workers, skip_at_most=skip_at_most, title="imagenet")
+    assert isinstance(found, Streaming)
     if found.classes != 1000:
         raise UserError(f"data imagenet: {found.classes} class folders were found, ImageNet has 1,000.")
     return found
@@ -272,14 +269,15 @@ def tiny_imagenet(
     crop: float = 0.25,
     workers: int | None = None,
     skip_at_most: int = 100,
-) -> Streaming:
+    memory: bool = False,
+) -> Streaming | SmallImages:
     """Tiny-ImageNet, 200 classes of 64 × 64 images or some of them, in its own layout or class folders; not fetched
 
-    `size` may be larger than 64: images are then enlarged. Without a `path` it is looked for in $DEEPHOYER_DATA.
+    `size` may be larger than 64: images are then enlarged, with `memory` on the device. Without a `path` it is looked
+    for in $DEEPHOYER_DATA.
     """
-    return folder(
-        path, size, size if resize is None else resize, crop, True, True, workers, skip_at_most, "tiny-imagenet"
-    )
+    resize = size if resize is None else resize
+    return folder(path, size, resize, crop, True, True, workers, skip_at_most, "tiny-imagenet", memory)
 
 
 def needs_torchvision(what: str) -> None:

@@ -25,7 +25,7 @@ from deephoyer.latency import measure as measure_latency
 from deephoyer.structure import compact
 
 BATCH = 200  # what a convolution's output of this many images takes fits into a core's cache
-STREAMED = 50  # of larger ones
+LARGE = 50  # of larger ones
 
 
 def measure(model: nn.Module, recipe: Recipe, compacted: bool = True) -> Measured:
@@ -64,7 +64,7 @@ def _compacted(small: nn.Module, example: Tensor) -> CompactRecord:
 
 def _score(model: nn.Module, source: Source) -> Correct:
     model = model.to(memory_format=torch.channels_last)  # twice as fast on a CPU
-    return Correct.read(counted(model, source, TEST, BATCH if source.in_memory else STREAMED), source)
+    return Correct.read(counted(model, source, TEST, LARGE if source.crops else BATCH), source)
 
 
 @cache

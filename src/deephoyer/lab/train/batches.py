@@ -19,19 +19,22 @@ from torch import Tensor
 
 from deephoyer.errors import UserError
 from deephoyer.lab.data.dataset import Dataset
+from deephoyer.lab.data.small_images import SmallImages
 from deephoyer.lab.data.source import Source, seed_of
 from deephoyer.lab.data.streaming import Request, Streaming
+from deephoyer.lab.schema import Recipe
 from deephoyer.lab.train.augment import looked_up
 
-__all__ = ["Batch", "Draw", "Epoch", "Streamed", "draw", "images", "moved", "seed_of"]
+__all__ = ["Batch", "Draw", "Epoch", "Streamed", "cropped", "draw", "images", "moved", "of_epoch", "seed_of"]
 
 
 class Draw(NamedTuple):
-    """The images of a step by their numbers, how far each is shifted and whether it is flipped."""
+    """The images of a step by their numbers, how far each is shifted, whether it is flipped, and what is cut out."""
 
     numbers: Tensor
     shift: Tensor | None
     flip: Tensor | None
+    box: Tensor | None = None
 
     def parts(self, count: int) -> list[Draw]:
         """The same in so many equal parts, one after the other."""
@@ -55,21 +58,21 @@ def _cut(tensors: tuple[Tensor | None, ...], count: int) -> list[tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Epoch:
-    """For each step the images' indices, and how far each is shifted and whether it is flipped."""
+    """For each step the images' indices, how far each is shifted, whether it is flipped, and what is cut out of it."""
 
     index: Tensor
     shift: Tensor | None
     flip: Tensor | None
+    box: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.index)
 
-    def parts(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        return self.index, self.shift, self.flip
+    def parts(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        return self.index, self.shift, self.flip, self.box
 
     def step(self, i: int) -> Draw:
-        pick = [None if t is None else t[i] for t in (self.shift, self.flip)]
-        return Draw(self.index[i], pick[0], pick[1])
+        return Draw(self.index[i], *(None if t is None else t[i] for t in self.parts()[1:]))
 
     def steps(self, numbers: range) -> Iterator[Draw]:
         """The draws of these steps."""
@@ -86,8 +89,7 @@ class Epoch:
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Epoch:
         """The same with every tensor changed."""
-        shift, flip = (None if t is None else change(t) for t in (self.shift, self.flip))
-        return Epoch(change(self.index), shift, flip)
+        return Epoch(change(self.index), *(None if t is None else change(t) for t in self.parts()[1:]))
 
 
 class Streamed:
@@ -133,6 +135,22 @@ def draw(pool: Tensor, batch_size: int, shift: int, flip: bool, seed: int) -> Ep
     return Epoch(order, shifts, flips).to(pool.device)
 
 
+def cropped(data: SmallImages, pool: Tensor, batch_size: int, seed: int) -> Epoch:
+    """An epoch over small images in memory: each has its own crop, whatever the pool and the size of batches."""
+    order = _order(pool, batch_size, torch.Generator().manual_seed(seed))
+    box, flip = data.crops_of(seed)
+    return Epoch(order, None, None if flip is None else flip[order], None if box is None else box[order])
+
+
+def of_epoch(data: Source, pool: Tensor, recipe: Recipe, seed: int, rank: int = 0, count: int = 1) -> Epoch | Streamed:
+    """The batches of an epoch with this seed, or one process's share of them."""
+    if isinstance(data, Streaming):
+        return Streamed(data, pool, recipe.batch_size, seed, rank, count)
+    if isinstance(data, SmallImages):
+        return cropped(data, pool, recipe.batch_size, seed).share(rank, count)
+    return draw(pool, recipe.batch_size, recipe.shift, recipe.flip, seed).share(rank, count)
+
+
 def _sent(tensor: Tensor, device: torch.device) -> Tensor:
     pinned = tensor.pin_memory() if device.type == "cuda" and tensor.device.type == "cpu" else tensor
     return pinned.to(device, non_blocking=True)
@@ -142,8 +160,10 @@ def images(data: Source, step: Draw | Batch, reach: int) -> tuple[Tensor, Tensor
     """Training images as floats, and labels; `reach` is the largest shift, for the padding."""
     if isinstance(step, Batch):
         return data.floats(step.x), step.y
+    index, shift, flip, box = step
+    if isinstance(data, SmallImages):
+        return data.cropped(index, box, flip)
     assert isinstance(data, Dataset)
-    index, shift, flip = step
     if data.train_x.is_cuda:
         return looked_up(data, index, shift, flip, reach), data.train_y.index_select(0, index)
     x = data.train_x.index_select(0, index)

@@ -60,7 +60,7 @@ class Teachers:
         self.compiled = Compiled(())
         if not isinstance(data, Dataset):
             if keep:
-                raise UserError("distill.keep: streamed images are cropped anew each time, so no answer can be kept.")
+                raise UserError("distill.keep: these images are cropped anew each time, so no answer can be kept.")
             say(f"asks {who} about each batch")
             self._make_ready(compiled)
         elif keep:
@@ -119,11 +119,10 @@ class Teachers:
             asked = self._ask(self.teachers, x, self.half)
         else:
             assert step is not None
-            asked = self.table[place(*step, self.reach), step.numbers].float()
+            asked = self.table[place(step.numbers, step.shift, step.flip, self.reach), step.numbers].float()
         softened = F.log_softmax(logits / self.temperature, 1)
         far = F.kl_div(softened, asked, reduction="none").sum(1) * self.temperature**2
-        if step is None:
-            far = torch.where(labels == UNREADABLE, 0.0, far)
+        far = torch.where(labels == UNREADABLE, 0.0, far)
         return (1 - self.weight) * F.cross_entropy(logits, labels, reduction="none") + self.weight * far
 
 

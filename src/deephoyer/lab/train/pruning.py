@@ -14,10 +14,9 @@ from deephoyer import targets
 from deephoyer.cutting import Cutter, agreed
 from deephoyer.errors import UserError
 from deephoyer.groups import Grouping
-from deephoyer.lab.data.streaming import Streaming
 from deephoyer.lab.stages import Prune, PruneTarget
 from deephoyer.lab.train import batches
-from deephoyer.lab.train.batches import Epoch, Streamed
+from deephoyer.lab.train.batches import Epoch
 from deephoyer.lab.train.objective import logits
 from deephoyer.masks import Masks, prune
 from deephoyer.rules import Rule
@@ -87,11 +86,9 @@ class _Worth:
     def _batches(self, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Those of an epoch whose seed this is; all of them in every process."""
         run, recipe = self.run, self.run.recipe
-        drawn: Epoch | Streamed
-        if isinstance(run.data, Streaming):
-            drawn = Streamed(run.data, run.pool, recipe.batch_size, seed)
-        else:
-            drawn = batches.draw(run.pool, recipe.batch_size, recipe.shift, recipe.flip, seed).to(run.device)
+        drawn = batches.of_epoch(run.data, run.pool, recipe, seed)
+        if isinstance(drawn, Epoch):
+            drawn = drawn.to(run.device)
         for step in drawn.steps(range(len(drawn))):
             yield batches.images(run.data, step, recipe.shift)
 

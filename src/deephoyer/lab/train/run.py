@@ -25,7 +25,6 @@ from deephoyer.lab import data as datasets
 from deephoyer.lab import models
 from deephoyer.lab.choices import Choices, named, several
 from deephoyer.lab.data import TEST, Dataset, Images, Source
-from deephoyer.lab.data.streaming import Streaming
 from deephoyer.lab.methods import METHODS, Method
 from deephoyer.lab.methods import Stage as MethodStage
 from deephoyer.lab.recipe import Command
@@ -59,9 +58,9 @@ SAVE_SHARE = 0.05
 """But so much of the time may go into writing checkpoints; large networks have fewer of them."""
 
 WATCHED_AT_ONCE = {"cpu": 1000, "cuda": 5000}
-"""Images in memory in a batch when the accuracy is watched between epochs."""
-STREAMED_AT_ONCE = {"cpu": 50, "cuda": 250}
-"""And streamed ones, which are larger."""
+"""Images in a batch when the accuracy is watched between epochs."""
+LARGE_AT_ONCE = {"cpu": 50, "cuda": 250}
+"""And those that are cropped to a size, which are larger."""
 
 
 class Run:
@@ -140,10 +139,10 @@ class Run:
             begun = self.state.stage != "start"
             find.all_there([one for one in self.recipe.networks() if not (begun and one[0] == "start")])
         self.data = _data_of(self.recipe, self.device)
-        if not self.data.in_memory and (self.recipe.shift or self.recipe.flip):
+        if self.data.crops and (self.recipe.shift or self.recipe.flip):
             raise UserError(
-                f"shift and flip are for data in memory; {self.data.name} is cropped and mirrored as it is read "
-                "(data.crop, data.flip)."
+                f"shift and flip are for images that are not cropped; {self.data.name} is cropped and mirrored by "
+                "settings of its own (data.crop, data.flip)."
             )
         torch.manual_seed(batches.seed_of(self.recipe.seed, "weights"))
         self.model = self.fresh_model()
@@ -436,7 +435,7 @@ class Run:
 
     def _unreadable(self) -> dict[str, int]:
         """How many images could not be read so far, for the line of metrics; new ones are named to the user."""
-        if not isinstance(self.data, Streaming):
+        if not self.data.crops:
             return {}
         data, known = self.data, set(self.state.unreadable)
         names = known.union(*self.processes.gathered(list(data.unreadable.values())))
@@ -454,12 +453,13 @@ class Run:
 
     def draw(self, epoch: int) -> Epoch | Streamed:
         """The batches of an epoch of this stage: those drawn ahead, or new ones."""
-        seed, recipe, (rank, count) = self.seed_of(epoch), self.recipe, (self.processes.rank, self.processes.count)
-        if isinstance(self.data, Streaming):
-            return Streamed(self.data, self.pool, recipe.batch_size, seed, rank, count)
-        if self._ahead is None or self._ahead[0] != seed:
-            made = batches.draw(self.pool, recipe.batch_size, recipe.shift, recipe.flip, seed).share(rank, count)
-            self._ahead = seed, made.to(self.device)
+        seed = self.seed_of(epoch)
+        if self._ahead is not None and self._ahead[0] == seed:
+            return self._ahead[1]
+        made = batches.of_epoch(self.data, self.pool, self.recipe, seed, self.processes.rank, self.processes.count)
+        if isinstance(made, Streamed):
+            return made
+        self._ahead = seed, made.to(self.device)
         return self._ahead[1]
 
     @property
@@ -504,7 +504,7 @@ class Run:
         """What `counted` gives of the watched images, computed as in training; does not wait for the device."""
         self.model.eval()
         self.processes.share_buffers(self.model)
-        at_once = (WATCHED_AT_ONCE if self.data.in_memory else STREAMED_AT_ONCE)[self.device.type]
+        at_once = (LARGE_AT_ONCE if self.data.crops else WATCHED_AT_ONCE)[self.device.type]
         mine = self.watched.share(self.data, self.processes.rank, self.processes.count)
         network = partial(method, self.model)
         found = counted(lambda x: logits(network, x, self.recipe), self.data, mine, at_once)
@@ -550,7 +550,7 @@ class Run:
         return Correct.read(self.processes.sum(found.to(self.device)), self.data)
 
     def _at_once(self) -> int:
-        return 1000 if self.data.in_memory else STREAMED_AT_ONCE[self.device.type]
+        return LARGE_AT_ONCE[self.device.type] if self.data.crops else 1000
 
     @torch.inference_mode()
     def predictions(self, model: nn.Module, images: Images = TEST) -> Tensor:
@@ -596,17 +596,19 @@ class Run:
         self._save_cost = self._saved - began
 
 
-_at_hand: WeakValueDictionary[tuple[str, torch.device], Dataset] = WeakValueDictionary()
+_at_hand: WeakValueDictionary[tuple[str, torch.device], Source] = WeakValueDictionary()
 
 
 def _data_of(recipe: Recipe, device: torch.device) -> Source:
-    """A recipe's data, handed out on the device; of what lies in memory, as floats, runs of a process have one copy."""
+    """A recipe's data, handed out on the device; of what lies in memory, runs of a process have one copy."""
     key = json.dumps(recipe.data, sort_keys=True), device
     if key in _at_hand:
         return _at_hand[key]
     found = datasets.load(recipe.data).to(device)
     if isinstance(found, Dataset):
-        found = _at_hand[key] = found.in_floats()
+        found = found.in_floats()
+    if found.in_memory:
+        _at_hand[key] = found
     return found
 
 
