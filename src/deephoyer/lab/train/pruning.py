@@ -21,6 +21,7 @@ from deephoyer.lab.train.objective import logits
 from deephoyer.masks import Masks, prune
 from deephoyer.rules import Rule
 from deephoyer.scores import SCORES, Magnitude, Score
+from deephoyer.structure import Coupled
 
 if TYPE_CHECKING:
     from deephoyer.lab.train.run import Run
@@ -133,7 +134,8 @@ def _aimed(run: Run, settings: Prune, target: PruneTarget, groups: list[Grouping
     """The rule with the value that meets the target; images that this run may select by decide on accuracy."""
     example = run.data.example()
     if target.macs is not None:
-        goal = targets.macs(run.model, example, target.macs**done, joints=run.recipe.joints)
+        coupled = next((group for group in groups if isinstance(group, Coupled)), None)
+        goal = targets.macs(run.model, example, target.macs**done, coupled, run.recipe.joints)
     elif target.density is not None:
         goal = targets.density(run.model, target.density**done)
     elif target.live is not None:
