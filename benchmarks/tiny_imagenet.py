@@ -1,0 +1,310 @@
+"""ResNet-50 and AlexNet on 100 classes of Tiny-ImageNet: all runs in order, as `deephoyer run` does them, and a table.
+
+    DEEPHOYER_DATA=… python benchmarks/tiny_imagenet.py --network resnet-50 --seconds 540 --out table.json
+
+Dense networks are trained once, and so is each regularized one, which is then pruned to several sizes. Runs lie in
+`runs/`: the same command goes on with what is missing. One that is not expected to end within `--seconds` is not begun.
+`--scale 0.5` halves all epochs. `--publish` writes records of finished runs meanwhile, on the processor. `--rates`
+times inference at the end: the dense network and those whose widths are multiples of 32, both compiled.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deephoyer.errors import UserError
+from deephoyer.export import load
+from deephoyer.lab import models, recipe
+from deephoyer.lab.recipe import Command
+from deephoyer.lab.runs.find import RUNS
+from deephoyer.lab.schema import STAGES
+from deephoyer.lab.train.result import COMPACT, finish
+from deephoyer.lab.train.run import Run
+from deephoyer.latency import measure as measure_latency
+from measuring import machine, show, words, write
+
+SECONDS_AN_EPOCH = {"resnet-50": 7.5, "alexnet": 3.5}
+"""A guess, until an epoch has been seen."""
+AROUND = 20.0
+"""Seconds that a run takes besides its epochs: compiling, pruning, measuring."""
+
+
+@dataclass
+class Job:
+    """A run: what its row is called, and the words that start it."""
+
+    network: str
+    method: str
+    aim: str
+    base: str
+    overrides: tuple[str, ...]
+    is_row: bool = True
+    record: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def folder(self) -> Path:
+        return RUNS / recipe.folder_name(self.base, self.overrides)
+
+    @property
+    def seed(self) -> int:
+        return self.command.read().seed
+
+    @property
+    def command(self) -> Command:
+        return Command(self.base, self.overrides)
+
+    def start(self) -> str:
+        """The override that begins another run with what this one ends with."""
+        return f"start={json.dumps(shlex.join([self.base, *sorted(self.overrides)]))}"
+
+    def epochs(self) -> int:
+        made = self.command.read()
+        return sum(getattr(getattr(made, stage), "epochs", 0) for stage in STAGES)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The runs of a network, those that others start from first."""
+
+    scale: float
+    changes: tuple[str, ...]
+    seeds: tuple[int, ...]
+    weights: str | None = None
+    """A file that ResNet-50 begins with in the place of the recipe's, or null."""
+
+    def from_dense(self, dense: Job) -> tuple[str, ...]:
+        """The word that begins a run with the dense network, where the recipe has not that one."""
+        return () if not dense.overrides else (dense.start(),)
+
+    def job(self, network: str, method: str, aim: str, base: str, *overrides: str, is_row: bool = True) -> Job:
+        """A job whose epochs are scaled."""
+        given = (*overrides, *self.changes)
+        made = recipe.read(base, given)
+        if self.scale != 1:
+            stages = [(name, getattr(made, name)) for name in STAGES]
+            given += tuple(
+                f"{name}.epochs={max(1, math.ceil(self.scale * stage.epochs))}"
+                for name, stage in stages
+                if hasattr(stage, "epochs")
+            )
+        return Job(network, method, aim, base, given, is_row)
+
+    def resnet(self) -> Iterator[Job]:
+        """Two fifths of the MACs by three methods, then a fast one, then other strengths and sizes."""
+        base, name = "small/resnet-50-tiny", "resnet-50"
+        given = () if self.weights is None else (f"start={self.weights}",)
+        dense = self.job(name, "dense, start", "", "parts/resnet-50-tiny-dense", *given)
+        yield dense
+        only = ("prune=null", "finetune=null")
+        lasso = ("regularize.penalty=l1", "regularize.strength=1e-2")
+
+        def cut(of: Job, method: str, aim: str, seed: int, *target: str) -> Job:
+            return self.job(name, method, aim, base, "regularize=null", of.start(), *target, f"seed={seed}")
+
+        def trained(method: str, seed: int, *changes: str) -> Job:
+            return self.job(
+                name, method, "", base, *changes, *only, *self.from_dense(dense), f"seed={seed}", is_row=False
+            )
+
+        later: list[Job] = []
+        for seed in self.seeds:
+            own = (*self.from_dense(dense), f"seed={seed}")
+            longer = "finetune.epochs=17"
+            hoyer, l1 = trained("Group-HS", seed), trained("group lasso", seed, *lasso)
+            yield self.job(name, "dense, as long", "", base, "regularize=null", "prune=null", longer, *own)
+            yield from (hoyer, cut(hoyer, "Group-HS", "0.4 MACs", seed))
+            if seed == self.seeds[0]:
+                fast = ("prune.multiple=32", "prune.target.macs=0.25")
+                yield cut(hoyer, "Group-HS, multiples of 32", "0.25 MACs", seed, *fast)
+            yield from (l1, cut(l1, "group lasso", "0.4 MACs", seed))
+            yield self.job(name, "magnitude", "0.4 MACs", base, "regularize=null", longer, *own)
+            harder = trained("Group-HS", seed, "regularize.effective_density=0.35")
+            lasso_too = trained("group lasso", seed, *lasso, "regularize.effective_density=0.35")
+            teacher = json.dumps(shlex.join([dense.base, *sorted(dense.overrides)]))
+            taught = f"distill={{teachers: [{teacher}], temperature: 2, weight: 0.5}}"
+            later.append(cut(hoyer, "Group-HS, taught by the dense one", "0.4 MACs", seed, taught))
+            smaller = "prune.target.macs=0.25"
+            later += [
+                cut(hoyer, "Group-HS", "0.25 MACs", seed, smaller),
+                cut(l1, "group lasso", "0.25 MACs", seed, smaller),
+            ]
+            later += [harder, cut(harder, "Group-HS, harder", "0.25 MACs", seed, smaller)]
+            later += [lasso_too, cut(lasso_too, "group lasso, harder", "0.25 MACs", seed, smaller)]
+        yield from later
+
+    def alexnet(self) -> Iterator[Job]:
+        """20, 50 and 100 times fewer weights by two penalties, each with two strengths."""
+        base, name, seed = "small/alexnet-tiny", "alexnet", f"seed={self.seeds[0]}"
+        dense = self.job(name, "dense, start", "", "parts/alexnet-tiny-dense")
+        yield dense
+        own = (*self.from_dense(dense), seed)
+        yield self.job(name, "dense, as long", "", base, "regularize=null", "prune=null", "finetune.epochs=14", *own)
+        penalties: dict[str, tuple[str, ...]] = {
+            "Hoyer-Square": (),
+            "l1": ("regularize.penalty=l1", "regularize.strength=2e-5"),
+        }
+        for aim in (0.15, 0.05):
+            regularized = {}
+            for method, penalty in penalties.items():
+                density = f"regularize.effective_density={aim}"
+                only = ("prune=null", "finetune=null")
+                regularized[method] = self.job(name, method, "", base, *penalty, density, *only, *own, is_row=False)
+            yield from regularized.values()
+            for share in (0.05, 0.02, 0.01):
+                for method, trained in regularized.items():
+                    words = ("regularize=null", trained.start(), f"prune.target.density={share}", seed)
+                    yield self.job(name, f"{method}, to {aim}", f"{1 / share:.0f} ×", base, *words)
+
+
+def do(job: Job) -> dict[str, Any]:
+    """One run to its end, or what it came to when it was done before."""
+    began = time.monotonic()
+    run = Run(job.command.read(), job.folder, command=job.command)
+    record = finish(run.execute())
+    lines = [json.loads(line) for line in (job.folder / "metrics.jsonl").read_text().splitlines()]
+    images = run.data.count("train")
+    print(f"{job.network}, {job.method} {job.aim} seed {job.seed}: {time.monotonic() - began:.0f} s", flush=True)
+    return record | {"fastest epoch": min(line["seconds"] for line in lines), "images": images}
+
+
+class Records:
+    """Publishes finished runs, one after the other, in a process of its own; their weights stay where they are."""
+
+    def __init__(self, results: Path | None):
+        self.results = results
+        self.waiting: list[Job] = []
+        self.now: subprocess.Popen[bytes] | None = None
+
+    def add(self, job: Job) -> None:
+        if self.results is not None:
+            self.waiting.append(job)
+            self.go_on()
+
+    def go_on(self) -> bool:
+        """Begins with the next one where none is being written; whether one is."""
+        if self.now is not None and self.now.poll() is None:
+            return True
+        if self.results is None or not self.waiting:
+            return False
+        job = self.waiting.pop(0)
+        row = f"{job.method}{', ' * bool(job.aim)}{job.aim}"
+        call = ["nice", sys.executable, "-m", "deephoyer", "publish", str(job.folder), "--no-weights"]
+        self.now = subprocess.Popen([*call, "--as", row, "--results", str(self.results)])
+        return True
+
+    def finish(self, until: float) -> None:
+        while self.go_on() and time.monotonic() < until:
+            time.sleep(0.2)
+        if self.now is not None and self.now.poll() is None:
+            self.now.terminate()
+
+
+def all_in_time(jobs: Sequence[Job], seconds: float, records: Records) -> list[str]:
+    """Does them in order; those that are not expected to end in time, and what starts from them, are left."""
+    began, left, around = time.monotonic(), [], AROUND
+    pace = dict(SECONDS_AN_EPOCH)
+    for job in jobs:
+        done = (job.folder / "summary.json").exists()
+        expected = 0.0 if done else job.epochs() * pace[job.network] + around
+        if time.monotonic() - began + expected > seconds:
+            left.append(f"{job.network}, {job.method} {job.aim}: would take {expected:.0f} s")
+            continue
+        try:
+            job.record = do(job)
+        except UserError as why:
+            left.append(f"{job.network}, {job.method} {job.aim}: {str(why).splitlines()[0]}")
+            continue
+        pace[job.network] = 1.05 * job.record["fastest epoch"]
+        if job.is_row and not done:
+            records.add(job)
+        records.go_on()
+    records.finish(began + seconds)
+    return left
+
+
+def rates(jobs: Sequence[Job], size: int, batch: int, device: str) -> dict[str, float]:
+    """Images a second of the dense network and of those with widths in multiples, compiled, in bfloat16, in turns."""
+    small = [job for job in jobs if job.record and "multiples" in job.method]
+    if not small:
+        return {}
+    of = small[0].command.read().model
+    dense, where = models.of(of), torch.device(device)
+    networks = [dense, *(load(job.folder / COMPACT, models.of(of)) for job in small)]
+    networks = [n.eval().to(where, torch.bfloat16).to(memory_format=torch.channels_last) for n in networks]
+    example = torch.randn(batch, 3, size, size, device=where, dtype=torch.bfloat16)
+    example = example.to(memory_format=torch.channels_last)
+    times = measure_latency(networks, example, [batch], seconds=3.0, mode="compiled" if device == "cuda" else "eager")
+    names = ["dense", *(f"{job.method} {job.aim}" for job in small)]
+    return {name: batch / taken[0].median_ms * 1e3 for name, taken in zip(names, times, strict=True)}
+
+
+def rows(jobs: Sequence[Job]) -> list[list[str]]:
+    titles = [
+        "network",
+        "method",
+        "size",
+        "seed",
+        "top-1",
+        "top-5",
+        "MACs",
+        "nonzeros",
+        "MACs left",
+        "images/s, training",
+    ]
+    table = [titles]
+    for job in jobs:
+        if not (job.record and job.is_row):
+            continue
+        last = next(reversed(job.record["accuracy"]))
+        total = job.record["sparse"]["total"]
+        macs = job.record.get("compact", {}).get("total", {}).get("macs_executed") or total["macs_executed"]
+        top5 = job.record.get("top5", {}).get(last)
+        cells = [job.network, job.method, job.aim, str(job.seed), f"{job.record['accuracy'][last]:.2%}"]
+        cells += ["–" if top5 is None else f"{top5:.2%}", f"{macs / 1e6:,.0f}M", f"{total['nonzeros']:,}"]
+        cells += [f"{macs / total['macs_executed']:.3f}", f"{job.record['images'] / job.record['fastest epoch']:,.0f}"]
+        table.append(cells)
+    return table
+
+
+def main() -> None:
+    parser = words(__doc__)
+    parser.add_argument("--network", choices=("resnet-50", "alexnet", "both"), default="both")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing that would not end within these")
+    parser.add_argument("--scale", type=float, default=1.0, help="multiplies all epochs")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--publish", type=Path, help="write records into this folder")
+    parser.add_argument("--weights", help="a file that ResNet-50 begins with, or null")
+    parser.add_argument("--rates", action="store_true", help="time inference at the end")
+    parser.add_argument("--size", type=int, default=224, help="of the images for the inference rates")
+    parser.add_argument("--batch", type=int, default=256, help="and how many at once")
+    parser.add_argument("changes", nargs="*", help="overrides for all runs, as of `deephoyer run`")
+    chosen = parser.parse_args()
+    torch.set_num_threads(max(1, torch.get_num_threads() // 2))  # records are written by the others
+    here = ("device=cpu",) if chosen.device == "cpu" and torch.cuda.is_available() else ()
+    plan = Plan(chosen.scale, (*here, *chosen.changes), tuple(chosen.seeds), chosen.weights)
+    resnet = plan.resnet() if chosen.network != "alexnet" else ()
+    jobs = [*resnet, *(plan.alexnet() if chosen.network != "resnet-50" else ())]
+    left = all_in_time(jobs, chosen.seconds, Records(chosen.publish))
+    show("Tiny-ImageNet, 100 classes", rows(jobs), words=3)
+    inference = rates(jobs, chosen.size, chosen.batch, chosen.device) if chosen.rates else {}
+    for name, rate in inference.items():
+        print(f"{name}: {rate:,.0f} images a second ({chosen.size} px, batch {chosen.batch})")
+    print("\n".join(f"not yet: {one}" for one in left))
+    table = rows(jobs)
+    content = {"machine": machine(chosen.device), "titles": table[0], "rows": table[1:], "inference": inference}
+    write(chosen.out, content | {"left": left, "scale": chosen.scale})
+
+
+if __name__ == "__main__":
+    main()
