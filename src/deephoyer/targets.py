@@ -182,7 +182,7 @@ class _Tries:
         return self.seen[value]
 
     def first_kept(self, values: Sequence[float]) -> int:
-        """The place of the first value that keeps the bound; with an estimate, few values around its guess are tried."""
+        """The place of the first value that keeps the bound; with an estimate, values around its guess are tried."""
 
         def kept(place: int) -> bool:
             return self.goal.kept(self.number(values[place]))
