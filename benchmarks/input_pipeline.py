@@ -3,13 +3,15 @@
     python benchmarks/input_pipeline.py --device cuda --workers 16 --out results/bench/input-cuda.json
 
 The files are made for it: 500 × 375 pixels, about 110 kB, as ImageNet's usually are; a few dozen different ones under
-many names, so that they come from memory and not from the disk. Three rates: reading alone (workers decode, crop, flip
-and hand over), training alone (one batch that lies on the device, again and again), and training on what is read. Where
-the last is far below the second, the first says whether reading bounds it.
+many names, so that they come from memory and not from the disk. Four rates: one core that decodes, crops and flips;
+reading alone (all workers, and handing over), training alone (one batch that lies on the device, again and again), and
+training on what is read. Where the last is far below the third, the first two say whether reading bounds it, and if so
+whether more cores would help.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import tempfile
 import time
@@ -22,7 +24,7 @@ import torch
 from PIL import Image
 
 from deephoyer.lab import models
-from deephoyer.lab.data.streaming import Streaming, default_workers, folder
+from deephoyer.lab.data.streaming import Request, Streaming, default_workers, folder
 from deephoyer.lab.schema import Recipe
 from deephoyer.lab.train.batches import Batch, Streamed
 from deephoyer.lab.train.objective import Objective
@@ -91,11 +93,13 @@ def _wait(device: torch.device) -> None:
 
 
 def measured(model: str, size: int, batch: int, workers: int, device: str, seconds: float, images: int, compiled: bool):
-    """The three rates, in images a second."""
+    """The four rates, in images a second."""
     place = torch.device(device)
     with tempfile.TemporaryDirectory() as root:
         file_size = make_files(Path(root), images)
-        source = folder(root, size, workers=workers).to(place)
+        made = folder(root, size, workers=workers)
+        assert isinstance(made, Streaming)
+        source = made.to(place)
         job = recipe(model, device, batch, compiled)
         network = models.of(job.model).to(place)
         if job.channels_last:
@@ -107,7 +111,13 @@ def measured(model: str, size: int, batch: int, workers: int, device: str, secon
         reading = endless(source, batch)
         ready = next(reading)
         warm_up = 10 if device == "cuda" else 1
-        found = {
+        cropped = itertools.cycle(Request("train", range(i, i + 8), seed=0) for i in range(0, images - 8, 8))
+        read = source._reader.__getitem__
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # as in a worker
+        found = {"one core": rate(lambda: read(next(cropped)), 8, torch.device("cpu"), seconds / 5, 1)}
+        torch.set_num_threads(threads)
+        found |= {
             "reading alone": rate(lambda: next(reading), batch, place, seconds, workers),
             "training alone": rate(lambda: step._once(ready), batch, place, seconds, warm_up),
             "training on what is read": rate(lambda: step._once(next(reading)), batch, place, seconds, workers),
@@ -128,12 +138,15 @@ def main() -> None:
     if chosen.brief:
         chosen.images, chosen.batch = min(chosen.images, 64), min(chosen.batch, 4)
         chosen.size = min(chosen.size, 64)
-    seconds = 0.2 if chosen.brief else 30.0
+    seconds = 0.2 if chosen.brief else 20.0
     found, file_size = measured(
         chosen.model, chosen.size, chosen.batch, chosen.workers, chosen.device, seconds, chosen.images, chosen.compile
     )
     alone, both = found["training alone"], found["training on what is read"]
-    bound = "reading" if found["reading alone"] < 1.1 * alone else "neither reading nor training alone"
+    cores = min(chosen.workers or 1, len(os.sched_getaffinity(0)))
+    most = found["one core"] * cores
+    reading = f"reading: {cores} cores × {found['one core']:,.0f} JPEGs a second are {most:,.0f} at most"
+    bound = reading if found["reading alone"] < 1.1 * alone else "neither reading nor training alone"
     notes = [
         f"training on what is read reaches {both / alone:.0%} of training alone"
         + ("" if both >= 0.85 * alone else f"; bounded by {bound}"),
