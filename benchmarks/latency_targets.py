@@ -7,13 +7,14 @@
         --modes compiled --shares 0.5 --alone
 
 Weights are random (each channel's scaled by a random factor, so that scores differ): only shapes matter to time. Each
-network is cut to the share of its time; the share of the score (squared magnitude in units of each layer's own, as the
-choice goes by) that is kept stands beside that of a network cut to the share of its MACs at which it takes as long,
-found by interpolating measured times. "measured" is measured once more at the end, in turns with the dense network.
+network is cut to the share of its time; the share of the score that is kept (squared magnitude in units of each layer's
+own, mean over the coupled sets as in `kept`) stands beside that of a network cut to the share of its MACs at which it
+takes as long, found by interpolating measured times. "measured" is measured once more at the end, in turns with dense.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
@@ -41,18 +42,23 @@ def network(name: str, device: str) -> tuple[nn.Module, Tensor]:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
+                if not parameter.any():  # a vision transformer's head: nothing would reach the outputs
+                    nn.init.normal_(parameter, std=0.02)
                 parameter.mul_(torch.rand(len(parameter)).add(0.2).view(-1, *[1] * (parameter.dim() - 1)))
     if device == "cuda":
-        return model.eval().to(device, memory_format=torch.channels_last), example.to(device)
+        model, example = (it.to(device, memory_format=torch.channels_last) for it in (model, example))
     return model.eval(), example
 
 
 def kept(cutter: Cutter, cut: Cut) -> float:
-    """The share of the score that stays: squared, in units of each set's own."""
-    _, scores = cutter.scores()
-    worth = [(s.score.double() / s.std).square() for s in scores]
-    left = sum(float(w[k].sum()) for w, k in zip(worth, cut.keeps, strict=True))
-    return left / sum(float(w.sum()) for w in worth)
+    """The share of the score that stays of a set: the geometric mean, in which a set counts by what it is worth."""
+    units, scores = cutter.scores()
+    whole = logs = 0.0
+    for unit, s, keep in zip(units, scores, cut.keeps, strict=True):
+        worth = (s.score.double() / s.std).square() * cutter.rows[unit.name]
+        whole += float(worth.sum())
+        logs += float(worth.sum()) * math.log(float(worth[keep].sum() / worth.sum()))
+    return math.exp(logs / whole)
 
 
 def small(cutter: Cutter, cut: Cut) -> nn.Module:
@@ -119,7 +125,9 @@ def main() -> None:
         for mode in args.modes:
             for share in args.shares:
                 lines.append(line(name, model, example, groups, mode, share, args))
-                print(f"{name}, {mode}: {share:g} asked, {lines[-1]['measured']:.3f} measured", flush=True)
+                print(
+                    ", ".join(f"{title} {cell}" for title, cell in zip(TITLES, row(lines[-1]), strict=True)), flush=True
+                )
     where = measuring.machine(args.device)
     about = f"{where['device']}, {where['threads']} threads, batch {args.batch}, {args.dtype or 'float32'}"
     measuring.show(f"times as targets: {about}", [TITLES, *(row(found) for found in lines)], words=2)

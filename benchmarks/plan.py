@@ -1,25 +1,27 @@
 """What a plan is worth: its accuracy beside magnitude pruning to the same MACs in the same epochs, seed by seed.
 
     python benchmarks/plan.py --images 5000 --epochs 10 --macs 0.2 --on validation
-    python benchmarks/plan.py --network resnet-20 --data cifar10 --epochs 120 --optimizer sgd --lr 0.1 --macs 0.4
+    python benchmarks/plan.py --network resnet-20 --data cifar10 --epochs 30 --batch 128 --optimizer sgd --lr 0.1 \\
+        --macs 0.4 --device cuda --jobs 5
 
 All ways train the same network on the same batches with one cosine decay over all epochs, and hand back the epoch after
 the last prune that did best on images held out from training. Magnitude prunes once or in rounds, at the threshold
 (in standard deviations of a layer) that leaves the MACs asked for. `--on validation` prints the accuracy on what was
-held out, which is what defaults were chosen on; `--on test` that on the test set.
+held out, which is what defaults were chosen on; `--on test` that on the test set. On a GPU networks train in bfloat16,
+channels last, forward and backward passes captured in a CUDA graph; `--jobs` of them share it.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import json
 import math
+import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import deephoyer as dh
+import measuring
 from deephoyer import targets
 from deephoyer.counting import count
 from deephoyer.lab import data as datasets
@@ -52,9 +55,15 @@ class Job:
     macs: float
     augment: bool
 
+    @property
+    def device(self) -> torch.device:
+        return self.images[0].device
+
     def start(self, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(seed)
-        model = make(self.network).to(self.images[0].device)
+        model = make(self.network).to(self.device)
+        if self.device.type == "cuda":
+            model = model.to(memory_format=torch.channels_last)
         if self.optimizer == "adam":
             return model, torch.optim.Adam(model.parameters(), lr=self.lr)
         return model, torch.optim.SGD(model.parameters(), lr=self.lr, momentum=0.9, weight_decay=1e-4)
@@ -63,18 +72,39 @@ class Job:
     def example(self) -> Tensor:
         return self.floats(self.images[0][:2])
 
-    def train(self, model: nn.Module, optimizer: torch.optim.Optimizer, epoch: int, seed: int) -> None:
+    def steps(self, model: nn.Module) -> Callable[[Tensor, Tensor], None]:
+        """What leaves the gradients of a batch in the model; captured on a GPU, where calling it all takes longer."""
+        if self.device.type == "cuda":
+            return Captured(model, self.example[:1].repeat(self.batch, 1, 1, 1))
+
+        def plain(x: Tensor, y: Tensor) -> None:
+            model.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+
+        return plain
+
+    def train(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        step: Callable[[Tensor, Tensor], None],
+        epoch: int,
+        seed: int,
+    ) -> None:
         model.train()
         draw = torch.Generator().manual_seed(1000 * seed + epoch)
-        parts = list(torch.randperm(len(self.images[0]), generator=draw).split(self.batch))
-        for i, part in enumerate(parts):
+        order = torch.randperm(len(self.images[0]), generator=draw)
+        moves = torch.stack([torch.randint(0, most, (len(order),), generator=draw) for most in (9, 9, 2)])
+        order, moves = order.to(self.device), moves.to(self.device)
+        count = len(order) // self.batch if self.device.type == "cuda" else -(-len(order) // self.batch)
+        for i in range(count):
             for group in optimizer.param_groups:
-                group["lr"] = self.lr * (1 + math.cos(math.pi * (epoch + i / len(parts)) / self.epochs)) / 2
+                group["lr"] = self.lr * (1 + math.cos(math.pi * (epoch + i / count) / self.epochs)) / 2
+            part = order[i * self.batch : (i + 1) * self.batch]
             x, y = self.floats(self.images[0][part]), self.images[1][part]
             if self.augment:
-                x = _augmented(x, draw)
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
+                x = _augmented(x, *moves[:, part])
+            step(x, y)
             optimizer.step()
 
     @torch.no_grad()
@@ -85,15 +115,44 @@ class Job:
         return right / len(images[0])
 
 
-def _augmented(x: Tensor, draw: torch.Generator) -> Tensor:
+class Captured:
+    """Forward and backward of a batch as a CUDA graph: replaying it leaves gradients where the optimizer reads them."""
+
+    def __init__(self, model: nn.Module, example: Tensor):
+        self.x = example.contiguous(memory_format=torch.channels_last)
+        self.y = torch.zeros(len(example), dtype=torch.long, device=example.device)
+        before = copy.deepcopy(model.state_dict())  # warming up moves batch norms
+        model.train()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                self._once(model)
+        torch.cuda.current_stream().wait_stream(side)
+        model.zero_grad(set_to_none=True)  # the graph makes its own, and writes them anew each time
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self._once(model)
+        model.load_state_dict(before)
+
+    def _once(self, model: nn.Module) -> None:
+        with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
+            loss = F.cross_entropy(model(self.x), self.y)
+        loss.backward()
+
+    def __call__(self, x: Tensor, y: Tensor) -> None:
+        self.x.copy_(x)
+        self.y.copy_(y)
+        self.graph.replay()
+
+
+def _augmented(x: Tensor, dy: Tensor, dx: Tensor, flip: Tensor) -> Tensor:
     """Crops from a border of four pixels, and flips."""
     padded = F.pad(x, (4, 4, 4, 4))
     n, _, h, w = x.shape
-    dy, dx = (torch.randint(0, 9, (n,), generator=draw).to(x.device) for _ in range(2))
-    flip = torch.randint(0, 2, (n,), generator=draw).bool().to(x.device)
     rows = (dy[:, None] + torch.arange(h, device=x.device))[:, None, :, None]
     cols = dx[:, None] + torch.arange(w, device=x.device)
-    cols = torch.where(flip[:, None], cols.flip(1), cols)[:, None, None, :]
+    cols = torch.where(flip[:, None] > 0, cols.flip(1), cols)[:, None, None, :]
     picked = torch.arange(n, device=x.device)[:, None, None, None]
     return padded[picked, torch.arange(x.shape[1], device=x.device)[None, :, None, None], rows, cols]
 
@@ -101,16 +160,18 @@ def _augmented(x: Tensor, draw: torch.Generator) -> Tensor:
 def by_plan(job: Job, seed: int, **settings: Any) -> nn.Module:
     model, optimizer = job.start(seed)
     plan = Plan(model, job.example, optimizer, Target(macs=job.macs), job.epochs, **settings)
+    step = job.steps(model)
     for epoch in range(job.epochs):
-        job.train(model, optimizer, epoch, seed)
+        job.train(model, optimizer, step, epoch, seed)
         plan.epoch(job.accuracy(model, job.held_out))
     return plan.finish()
 
 
 def dense(job: Job, seed: int) -> nn.Module:
     model, optimizer = job.start(seed)
+    step = job.steps(model)
     for epoch in range(job.epochs):
-        job.train(model, optimizer, epoch, seed)
+        job.train(model, optimizer, step, epoch, seed)
     return model
 
 
@@ -119,9 +180,10 @@ def by_magnitude(job: Job, seed: int, moments: list[int]) -> nn.Module:
     model, optimizer = job.start(seed)
     groups = dh.Coupled(model, job.example)
     goal = targets.macs(model, job.example, 1.0, groups)
+    step = job.steps(model)
     best, kept, held = -1.0, copy.deepcopy(model.state_dict()), None
     for epoch in range(job.epochs):
-        job.train(model, optimizer, epoch, seed)
+        job.train(model, optimizer, step, epoch, seed)
         done = sum(moment <= epoch + 1 for moment in moments)
         if done == len(moments) and epoch + 1 > moments[-1] and (now := job.accuracy(model, job.held_out)) > best:
             best, kept = now, copy.deepcopy(model.state_dict())
@@ -147,9 +209,8 @@ def ways(epochs: int) -> Iterator[tuple[str, Callable[[Job, int], nn.Module]]]:
 
 
 def opened(args: argparse.Namespace) -> Job:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    data = datasets.load(args.data).to(device)
-    order = torch.randperm(len(data.train_x), generator=torch.Generator().manual_seed(0)).to(device)
+    data = datasets.load(args.data, **({"folder": args.folder} if args.folder else {})).to(args.device)
+    order = torch.randperm(len(data.train_x), generator=torch.Generator().manual_seed(0)).to(args.device)
     held = order[:5000]
     pool = order[5000 : 5000 + args.images] if args.images else order[5000:]
     return Job(
@@ -167,10 +228,31 @@ def opened(args: argparse.Namespace) -> Job:
     )
 
 
+def outcome(args: argparse.Namespace, title: str, seed: int) -> tuple[float, int, float]:
+    """Accuracy, MACs and seconds of one training; several may run at once, each in a process that keeps its data."""
+    job = _opened_once(args)
+    began = time.monotonic()
+    model = dict(ways(job.epochs))[title](job, seed)
+    images = job.held_out if args.on == "validation" else job.test
+    accuracy = job.accuracy(model, images)
+    return accuracy, count(model, job.example)[1].macs_executed or 0, time.monotonic() - began
+
+
+_JOBS: dict[str, Job] = {}
+
+
+def _opened_once(args: argparse.Namespace) -> Job:
+    key = repr(args)
+    if key not in _JOBS:
+        _JOBS[key] = opened(args)
+    return _JOBS[key]
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = measuring.words(__doc__)
     parser.add_argument("--network", default="lenet-5")
     parser.add_argument("--data", default="mnist")
+    parser.add_argument("--folder", help="where the data is, if not where `deephoyer data` puts it")
     parser.add_argument("--images", type=int, default=0, help="training images, 0 for all that are not held out")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--batch", type=int, default=100)
@@ -180,29 +262,34 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--on", choices=("validation", "test"), default="test")
     parser.add_argument("--ways", nargs="+", help="only these, by their titles")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--jobs", type=int, default=1, help="trainings at once, each in a process of its own")
     args = parser.parse_args()
-    job = opened(args)
-    images = job.held_out if args.on == "validation" else job.test
-    lines = []
-    print(f"{args.network}, {len(job.images[0]):,} images, {job.epochs} epochs, {job.macs:g} of the MACs; {args.on}")
-    for title, way in ways(job.epochs):
-        if args.ways and title not in args.ways:
-            continue
-        found, sizes, began = [], [], time.monotonic()
-        for seed in args.seeds:
-            model = way(job, seed)
-            found.append(job.accuracy(model, images))
-            sizes.append(count(model, job.example)[1].macs_executed or 0)
-        mean, spread = statistics.mean(found), statistics.stdev(found) if len(found) > 1 else 0.0
-        whole = count(make(job.network), job.example.cpu())[1].macs_executed or 1
-        share = statistics.mean(sizes) / whole
-        seconds = (time.monotonic() - began) / len(args.seeds)
-        print(f"{title:<26} {mean:.2%} ± {spread:.2%}   MACs {share:.3f}   {seconds:.0f} s a seed", flush=True)
-        lines.append({"way": title, "accuracy": found, "macs": sizes, "seconds": seconds})
-    if args.out:
-        settings = {k: v for k, v in vars(args).items() if k != "out"}
-        args.out.write_text(json.dumps({"settings": settings, "lines": lines}, indent=1))
+    if args.brief:
+        args.images, args.epochs, args.seeds = 500, 4, [0]
+    titles = [title for title, _ in ways(args.epochs) if not args.ways or title in args.ways]
+    began = time.monotonic()
+    print(f"{args.network} on {args.data}, {args.epochs} epochs, {args.macs:g} of the MACs; {args.on}", flush=True)
+    tasks = [(title, seed) for title in titles for seed in args.seeds]
+    if args.jobs > 1:
+        with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
+            several = [pool.submit(outcome, args, *task) for task in tasks]
+            found = {task: each.result() for task, each in zip(tasks, several, strict=True)}
+    else:
+        found = {task: outcome(args, *task) for task in tasks}
+    whole = count(make(args.network), _opened_once(args).example.cpu())[1].macs_executed or 1
+    rows = [["way", "accuracy", "±", "MACs", "s a seed"]]
+    for title in titles:
+        accuracies, macs, seconds = zip(*(found[title, seed] for seed in args.seeds), strict=True)
+        spread = statistics.stdev(accuracies) if len(accuracies) > 1 else 0.0
+        numbers = [f"{statistics.mean(accuracies):.2%}", f"{spread:.2%}", f"{statistics.mean(macs) / whole:.3f}"]
+        rows.append([title, *numbers, f"{statistics.mean(seconds):.0f}"])
+    measuring.show("a plan and magnitude pruning", rows, [f"{time.monotonic() - began:.0f} s in all"])
+    lines = [
+        {"way": title, "seed": seed, "accuracy": accuracy, "macs": macs / whole, "seconds": seconds}
+        for (title, seed), (accuracy, macs, seconds) in found.items()
+    ]
+    settings = {k: v for k, v in vars(args).items() if k != "out"}
+    measuring.write(args.out, {"machine": measuring.machine(args.device), "settings": settings, "lines": lines})
 
 
 if __name__ == "__main__":

@@ -251,7 +251,7 @@ def test_a_layer_that_is_called_twice_costs_twice():
             return self.again(self.again(self.first(x).relu()).relu())
 
     model = Twice()
-    calls = layer_times._calls(model, torch.randn(2, 64))
+    calls = layer_times._calls(model, torch.randn(2, 64), "eager")
     assert {name: seen.count for name, seen in calls.items()} == {"first": 1, "again": 2}
 
 

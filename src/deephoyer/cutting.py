@@ -33,7 +33,7 @@ from deephoyer.structure import CannotFollow, Coupled, compact
 from deephoyer.structure.channels import ChannelSet
 from deephoyer.targets import Target
 from deephoyer.weights import Weight, find_weights, unwrap
-from deephoyer.widths import CLOSE, WidthCost, choose, macs_cost, parameters_cost
+from deephoyer.widths import CLOSE, WidthCost, choose, macs_cost, parameters_cost, rows_of
 
 TRIES = 5
 """How often a choice is corrected by what the compacted network really costs."""
@@ -142,6 +142,7 @@ class Cutter:
             self.coupled = kinds[0]
             self.groups: list[Grouping] = [Free(self.coupled, self._protected(patterns, self.coupled))]
             self.cost = self._cost(self.coupled)
+            self.rows = rows_of(self.coupled)
         else:
             self.groups, self.parameters = kinds, self._selected(patterns)
             if target.kind == "latency":
@@ -227,6 +228,7 @@ class Cutter:
             multiple=self._multiples(units),
             least=self.least,
             by_cost=self.by_cost,
+            rows=self.rows,
         )
         return Cut(made.keeps, made.share, made.at_least)
 

@@ -45,18 +45,17 @@ def latency_cost(
     its layers. It is laid on the layers in proportion to their outputs.
     """
     beside, sides = Beside(groups.model, examples, batch, mode, dtype), sides_of(groups)
-    calls = _calls(beside.whole, beside.examples)
-    tables = {name: seen.table(mode) for name, seen in calls.items()}
-    rest = max(0.0, beside.whole_ms() - sum(table.whole_ms * calls[name].count for name, table in tables.items()))
-    written = sum(seen.written for seen in calls.values()) or 1
+    calls = _calls(beside.whole, beside.examples, mode).values()
+    rest = max(0.0, beside.whole_ms() - sum(seen.table.whole_ms * seen.count for seen in calls))
+    written = sum(seen.written for seen in calls) or 1
     terms: list[CostTerm] = []
     constant = 0.0
-    for name, seen in calls.items():
+    for seen in calls:
         after = rest * seen.written / written
         if any(name in sides for name in seen.weights):
-            terms.append(tables[name].term(seen, sides, after))
+            terms.append(seen.table.term(seen, sides, after))
         else:
-            constant += tables[name].whole_ms * seen.count + after
+            constant += seen.table.whole_ms * seen.count + after
     return WidthCost("milliseconds", widths_of(groups), terms, constant)
 
 
@@ -65,23 +64,15 @@ def latency_cost(
 
 @dataclass
 class _Call:
-    """A module as the network called it, how often, how much it wrote in all, and the weights that it multiplies by."""
+    """How long a module takes, how often it is called, how much it writes, and which weights it multiplies by."""
 
-    module: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    table: LayerTimes | ModuleTimes
     weights: list[str]
     written: int = 0
     count: int = 0
 
-    def table(self, mode: str) -> LayerTimes | ModuleTimes:
-        if isinstance(self.module, LAYERS):
-            x = self.args[0] if self.args else self.kwargs["input"]
-            return LayerTimes(self.module, tuple(x.shape), mode, _channels_last(x))
-        return ModuleTimes(self.module, self.args, self.kwargs, mode)
 
-
-def _calls(model: nn.Module, examples: Examples) -> dict[str, _Call]:
+def _calls(model: nn.Module, examples: Examples, mode: str) -> dict[str, _Call]:
     """The layers of a network, and the modules that multiply by weights of their own, such as torch's attention."""
     names: set[str] = set()
     _watched(model, examples, dict(model.named_modules()), lambda name, *_: names.add(name))
@@ -89,10 +80,15 @@ def _calls(model: nn.Module, examples: Examples) -> dict[str, _Call]:
     found: dict[str, _Call] = {}
 
     def note(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        seen = found.setdefault(name, _Call(module, args, kwargs, weights[name]))
+        if name not in found:
+            x = args[0] if args else kwargs.get("input")
+            table: LayerTimes | ModuleTimes = ModuleTimes(module, args, kwargs, mode)
+            if isinstance(module, LAYERS) and isinstance(x, Tensor):
+                table = LayerTimes(module, tuple(x.shape), mode, _channels_last(x))
+            found[name] = _Call(table, weights[name])
         outputs = output if isinstance(output, tuple | list) else [output]
-        seen.written += sum(tensor.numel() for tensor in outputs if isinstance(tensor, Tensor))
-        seen.count += 1
+        found[name].written += sum(tensor.numel() for tensor in outputs if isinstance(tensor, Tensor))
+        found[name].count += 1
 
     _watched(model, examples, {name: model.get_submodule(name) for name in weights}, note)
     return found
@@ -242,7 +238,10 @@ class ModuleTimes:
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode: str = "eager"):
         self.module, self.args, self.kwargs, self.mode = module, args, kwargs, mode
-        self.whole_ms = self._measured(module)
+
+    @functools.cached_property
+    def whole_ms(self) -> float:
+        return self._measured(self.module)
 
     def term(self, seen: _Call, sides: Sides, after: float) -> CostTerm:
         widest = max(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from deephoyer.executed import executed
 from deephoyer.inference import Examples
 from deephoyer.rules import Scores
 from deephoyer.structure import Coupled
+from deephoyer.structure.remove import tensor_of
 from deephoyer.weights import all_weights
 
 Live = Mapping[str, int]
@@ -105,6 +107,17 @@ def sides_of(groups: Coupled) -> dict[str, dict[int, Side]]:
     return found
 
 
+def rows_of(groups: Coupled) -> dict[str, float]:
+    """How many rows of weights make a channel of each set: one for a plain channel, a head has many."""
+    found = dict.fromkeys(widths_of(groups), 0.0)
+    sides = sides_of(groups)
+    for name, dim in groups.graph.writes:
+        if tensor_of(groups.model, name).dim() >= 2 and dim in sides.get(name, {}):
+            for one, each in sides[name][dim].of_sets.items():
+                found[one] += each
+    return {name: rows or 1.0 for name, rows in found.items()}
+
+
 def macs_cost(examples: Examples, groups: Coupled) -> WidthCost:
     """Multiply-accumulates that are executed; products of attention go with the heads that are left."""
     used, other = executed(groups.model, examples, {w.name: w.tensor for w in all_weights(groups.model)})
@@ -174,6 +187,10 @@ class _Blocks:
     live: int
     least: int
     multiple: int
+    sums: list[float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.sums = [0.0, *accumulate(self.worth)]
 
     def step(self) -> int:
         """How many channels go next: to the next multiple below, and never under the least width."""
@@ -184,8 +201,12 @@ class _Blocks:
         """How many come back with the block that went last."""
         return min(self.multiple - self.live % self.multiple, len(self.worth) - self.live)
 
+    def thinned(self) -> float:
+        """How many times what is left of the set's worth it had in the beginning."""
+        return self.sums[-1] / max(self.sums[self.live], 1e-300)
+
     def worth_of_next(self, number: int) -> float:
-        return sum(self.worth[self.live - number : self.live])
+        return self.sums[self.live] - self.sums[self.live - number]
 
 
 def choose(
@@ -197,12 +218,14 @@ def choose(
     multiple: int | Mapping[str, int] = 1,
     least: float = 0.05,
     by_cost: bool = False,
+    rows: Mapping[str, float] | None = None,
 ) -> Choice:
     """The groups that stay so that the cost is at most `share` of the whole network's, and near it as blocks allow.
 
-    Channels go one block of `multiple` after the other. With `by_cost` the next is the one whose worth for each unit
-    of cost it saves is least, otherwise the one whose channels are worth least. A set keeps the share `least` of
-    its channels, one at least.
+    Channels go one block of `multiple` after the other: the one whose channels are worth least. With `by_cost` it is
+    the one whose worth for each unit of cost it saves is least, where a channel counts by the `rows` of weights that
+    make it, and for more the less is left of its set: the last of a set are the dearest. A set keeps the share
+    `least` of its channels, one at least.
     """
     of = multiple if isinstance(multiple, Mapping) else dict.fromkeys(names, multiple)
     blocks = {n: _blocks(n, s, of[n], least) for n, s in zip(names, scores, strict=True)}
@@ -218,6 +241,7 @@ def choose(
         worth = block.worth_of_next(number)
         if not by_cost:
             return worth / number, number
+        worth *= (rows or {}).get(name, 1.0) * block.thinned()
         saved = -cost.change(live, name, -number)  # measured times may say that less takes longer: such go last
         return worth / max(saved, 1e-6 * (cost.dense or 1.0)), number
 
