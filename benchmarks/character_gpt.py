@@ -200,7 +200,7 @@ class Study:
     def stage(self, name: str, work: Callable[[], tuple[nn.Module, dict[str, Any]]]) -> nn.Module:
         """The stage's network, made now if it was not yet."""
         path = self.folder / f"{name}.safetensors"
-        if name not in self.results:
+        if name not in self.results or not path.exists():
             if time.monotonic() > self.end:
                 raise TimeoutError
             print(name, flush=True)
@@ -210,6 +210,11 @@ class Study:
             self.write()
             return model
         return dh.load(path, self.fresh())
+
+    def once(self, name: str, work: Callable[[], tuple[nn.Module, dict[str, Any]]]) -> None:
+        """A last stage, whose network nothing goes on from."""
+        if name not in self.results:
+            self.stage(name, work)
 
     def write(self) -> None:
         temporary = self.file.with_suffix(".tmp")
@@ -239,7 +244,7 @@ class Study:
             trainer = Trainer(self.dense(seed), self.text, self.sizes, seed + 1000, self.later())
             return trainer.model, trainer.run(self.more) | self.costs(trainer.model)
 
-        self.stage(f"continued-{seed}", work)
+        self.once(f"continued-{seed}", work)
 
     def penalised(self, method: str, strength: float, seed: int) -> nn.Module:
         """Trained on under the penalty of a method; where it has none, without."""
@@ -269,7 +274,7 @@ class Study:
             numbers |= {"compacted": validated(small, self.text, self.sizes)}
             return small, numbers | self.costs(small)
 
-        self.stage(f"{method}-{strength:g}-{density:g}-{seed}", work)
+        self.once(f"{method}-{strength:g}-{density:g}-{seed}", work)
 
     def costs(self, model: nn.Module) -> dict[str, Any]:
         """Parameters, MACs that one window takes, and tokens in a second, in eval mode."""
