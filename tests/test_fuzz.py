@@ -4,14 +4,22 @@
 (60 s), take more than a gigabyte beyond what the process has, or end in any other exception than `UserError`.
 """
 
+import gzip
+import io
 import json
 import os
 import random
 import resource
 import shutil
 import signal
+import struct
+import tarfile
+import warnings
+import zlib
 from contextlib import contextmanager
+from pathlib import Path
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -19,8 +27,14 @@ from torch import nn
 
 import deephoyer as dh
 from deephoyer.export import container
+from deephoyer.lab import models
 from deephoyer.lab import recipe as recipes
+from deephoyer.lab.data import cifar10_forms as forms
+from deephoyer.lab.data.image_files import read_image
+from deephoyer.lab.open_network import open_network
 from deephoyer.lab.recipe import Command
+from deephoyer.lab.report import record as records
+from deephoyer.lab.report.verify import contradictions
 from deephoyer.lab.runs import checkpoint
 from deephoyer.lab.train import run as runs
 from deephoyer.lab.train.run import Run
@@ -286,6 +300,265 @@ def test_temporary_files_of_killed_writers_are_removed_by_the_next_run(halfway, 
     job.folder.open()
     job.folder.close()
     assert not any(path.exists() for path in left)
+
+
+# Data: archives, sheets of images, labels
+
+
+def sheets(draw, width=1024, rows=3, mode="RGB"):
+    """The npm package's files with made-up images."""
+    from PIL import Image
+
+    png = io.BytesIO()
+    Image.frombytes(mode, (width, rows), draw.randbytes(width * rows * len(mode))).save(png, "png")
+    files = {f"{name}.png": png.getvalue() for name in forms.NAMES}
+    labels = {name: json.dumps([draw.randrange(10) for _ in range(rows * 5)]).encode() for name in forms.LABELS}
+    return files | labels
+
+
+def binaries(draw):
+    return {f"{name}.bin": draw.randbytes(2 * forms.RECORD) for name in forms.NAMES}
+
+
+def archive(files, mode="w:gz"):
+    made = io.BytesIO()
+    with tarfile.open(fileobj=made, mode=mode) as tar:
+        for name, content in files.items():
+            entry = tarfile.TarInfo(f"inner/{name}")
+            entry.size = len(content)
+            tar.addfile(entry, io.BytesIO(content))
+    return made.getvalue()
+
+
+def test_archives_that_were_changed_are_taken_or_refused(tmp_path):
+    draw = random.Random(5)
+    path = tmp_path / "cifar.tgz"
+    for _ in range(TRIES or 60):
+        files = draw.choice([sheets, binaries])(draw)
+        name = draw.choice(sorted(files))
+        kind = draw.random()
+        if kind < 0.4:
+            files[name] = flipped(files[name], draw, places=draw.choice([1, 1, 20]), within=200)
+        elif kind < 0.6:
+            value = (
+                mutated(json.loads(files[forms.LABELS[0]]), draw) if forms.LABELS[0] in files else draw.choice(NASTY)
+            )
+            files[forms.LABELS[draw.randrange(2)]] = json.dumps(value, default=str).encode()
+        elif kind < 0.7:
+            del files[name]
+        whole = archive(files, draw.choice(["w:gz", "w:bz2", "w"]))
+        path.write_bytes(whole if kind < 0.75 else flipped(whole, draw, places=3, within=3000))
+        taken_or_refused(lambda: forms.from_path(path))
+
+
+def flipped(data, draw, places, within):
+    """The same bytes, or fewer, with some near the beginning changed."""
+    changed = bytearray(data)
+    for _ in range(places):
+        if changed:
+            changed[draw.randrange(min(len(changed), within))] = draw.randrange(256)
+    return bytes(changed[: draw.randrange(len(changed) + 1)] if draw.random() < 0.2 else changed)
+
+
+def zeros(path, header, size):
+    """A tar file, packed, that begins with this header and goes on with so many zeros."""
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        file.write(header)
+        for _ in range(size // 2**24):
+            file.write(bytes(2**24))
+
+
+@pytest.mark.parametrize("kind", ["a batch", "another file", "a long name"])
+def test_an_archive_that_unpacks_to_gigabytes_is_refused_in_a_line(tmp_path, kind):
+    entry = tarfile.TarInfo("test_batch.bin" if kind == "a batch" else "readme.txt")
+    entry.size = 3 * 2**30
+    if kind == "a long name":
+        entry.type = tarfile.GNUTYPE_LONGNAME
+    zeros(tmp_path / "bomb.tgz", entry.tobuf(tarfile.GNU_FORMAT), 2**28)
+    assert not taken_or_refused(lambda: forms.from_path(tmp_path / "bomb.tgz"))
+
+
+def huge_png(side):
+    """A header that says how large the image is, and nothing else."""
+    head = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+    parts = [(b"IHDR", head), (b"IDAT", zlib.compress(bytes(1000))), (b"IEND", b"")]
+    chunks = [struct.pack(">I", len(c)) + k + c + struct.pack(">I", zlib.crc32(k + c)) for k, c in parts]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
+
+
+LABELS_THAT_ARE_NONE = {
+    "300": [300] * 15,
+    "negative": [-1] * 15,
+    "no numbers": ["a"] * 15,
+    "true": [True] * 15,
+    "an object": {"a": 1},
+    "too few": [1],
+}
+
+
+@pytest.mark.parametrize("kind", [*LABELS_THAT_ARE_NONE, "deep", "20,000 × 20,000", "wide", "grey", "no image"])
+def test_sheets_and_labels_that_are_none_are_refused_in_a_line(tmp_path, kind):
+    draw = random.Random(0)
+    files = sheets(draw)
+    if kind in LABELS_THAT_ARE_NONE:
+        files[forms.LABELS[0]] = json.dumps(LABELS_THAT_ARE_NONE[kind]).encode()
+    elif kind == "deep":
+        files[forms.LABELS[1]] = b"[" * 100_000 + b"]" * 100_000
+    else:
+        image = {"20,000 × 20,000": huge_png(20_000), "no image": b"x"}.get(kind)
+        other = sheets(draw, width=2048 if kind == "wide" else 1024, mode="L" if kind == "grey" else "RGB")
+        files["data_batch_2.png"] = image or other["data_batch_2.png"]
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    assert not taken_or_refused(lambda: forms.from_path(tmp_path))
+
+
+def test_a_file_larger_than_any_of_cifar_10_is_not_read(tmp_path):
+    for name, content in binaries(random.Random(0)).items():
+        (tmp_path / name).write_bytes(content)
+    os.truncate(tmp_path / "data_batch_3.bin", 2**40)  # takes no room
+    assert not taken_or_refused(lambda: forms.from_path(tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["400 megapixels", "pipe", "folder", "damaged"])
+def test_an_image_that_cannot_be_read_is_none(tmp_path, kind):
+    path = tmp_path / "image.png"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.write_bytes(huge_png(20_000) if kind == "400 megapixels" else huge_png(10)[:40])
+    with bounded():
+        assert read_image(path) is None
+
+
+def test_images_that_were_changed_are_read_or_left_out(tmp_path):
+    from PIL import Image
+
+    draw = random.Random(6)
+    path = tmp_path / "image"
+    for _ in range(TRIES or 60):
+        encoded = io.BytesIO()
+        kind = draw.choice(["png", "jpeg", "gif", "bmp", "tiff", "webp"])
+        Image.frombytes("RGB", (12, 9), draw.randbytes(12 * 9 * 3)).save(encoded, kind)
+        path.write_bytes(flipped(encoded.getvalue(), draw, places=draw.choice([1, 5]), within=300))
+        with bounded(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            image = read_image(path)
+            assert image is None or image.mode == "RGB"
+
+
+# A file must not choose how much memory is taken
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"name": "alexnet", "classes": 1_000_000},
+        {"name": "alexnet", "width": 100.0},
+        {"name": "torchvision:vgg16", "classes": 100_000},
+        {"name": "torchvision:resnet18", "width_per_group": 10**9},
+        "timm:vit_giant_patch14_224",
+        {"name": "timm:vit_tiny_patch16_224", "depth": 10**9},
+        {"name": "timm:resnet18", "checkpoint_path": "weights.pth"},
+        {"name": "lenet-5", "self": 1},
+        "nothing",
+    ],
+    ids=str,
+)
+def test_a_network_file_cannot_have_a_model_built_that_it_has_no_room_for(tmp_path, model):
+    path = tmp_path / "net.safetensors"
+    dh.save(small_network(), path, provenance={"recipe": {"model": model}})
+    assert not taken_or_refused(lambda: open_network(path))
+
+
+def test_a_network_file_that_names_its_own_model_is_opened(tmp_path):
+    dh.save(models.make("lenet-5"), tmp_path / "net.safetensors", provenance={"recipe": {"model": "lenet-5"}})
+    network, example = open_network(tmp_path / "net.safetensors")
+    assert network(example).shape == (2, 10)
+
+
+# Records
+
+
+def test_records_with_one_thing_changed_are_read_or_refused(tmp_path):
+    draw = random.Random(7)
+    sources = sorted(Path("results").glob("lenet-*/*/*.json"))[::7] or [pytest.skip("results are not at hand")]
+    path = tmp_path / "record.json"
+    for _ in range(TRIES or 60):
+        content = json.loads(draw.choice(sources).read_text())
+        for _ in range(draw.randint(1, 2)):
+            content = mutated(content, draw)
+        path.write_text(json.dumps(content))
+        taken_or_refused(lambda: contradictions(records.read(path)))
+
+
+# The API, with values that nobody means in one place of a call that is sound otherwise
+
+STRANGE = [
+    *NASTY, 10**400, -1.5, b"x", object(), np.float64("nan"), np.ones((2, 2)), torch.ones(2), torch.tensor(1 + 2j), 3j,
+    torch.ones(3, 5, 7), torch.zeros(0, 4), torch.ones(1, device="meta"), nn.Linear, nn.LazyLinear(3), (), ((),), set(),
+    lambda *a, **k: None, Path("nowhere/at/all"), range(3), slice(2), "elements", "l1", dh.L1(), float, dh,
+]  # fmt: skip
+
+
+def sound_calls(folder):
+    """Name → (function, its arguments by name)."""
+
+    def net():
+        return nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 2))
+
+    x, file = torch.randn(3, 6), str(folder / "net.safetensors")
+    dh.save(net(), file)
+    return {
+        "Regularizer": (dh.Regularizer, lambda: dict(model=net(), penalty="hoyer", groups="filters", strength=1e-3,
+                                                     parameters="*.weight", weigh="size")),
+        "attach": (lambda optimizer: dh.Regularizer(net()).attach(optimizer),
+                   lambda: dict(optimizer=torch.optim.SGD(net().parameters(), 0.1))),
+        "strengthen": (lambda factor: dh.Regularizer(net()).strengthen(factor), lambda: dict(factor=2)),
+        "load_state_dict": (lambda state: dh.Regularizer(net()).load_state_dict(state),
+                            lambda: dict(state=dh.Regularizer(net()).state_dict())),
+        "prune": (dh.prune, lambda: dict(model=net(), rule=dh.Density(0.5), groups="channels", parameters="*.weight",
+                                         allow_empty=True, multiple=2, score="magnitude")),
+        "hold": (lambda optimizer: dh.prune(net(), dh.Density(0.5)).hold(optimizer),
+                 lambda: dict(optimizer=torch.optim.SGD(net().parameters(), 0.1))),
+        "Masks": (dh.Masks, lambda: dict(masks={"0.weight": torch.ones(4, 6, dtype=torch.bool)}, model=net())),
+        "compact": (dh.compact, lambda: dict(model=net(), example_inputs=x, groups=None, joints="gather", exact=True)),
+        "Coupled": (dh.Coupled, lambda: dict(model=net(), example_inputs=x, exact=True)),
+        "summary": (dh.summary, lambda: dict(model=net(), example_inputs=x, baseline=net(), latency=False)),
+        "explain": (dh.explain, lambda: dict(model=net(), example_inputs=x)),
+        "save": (dh.save, lambda: dict(model=net(), path=str(folder / "other.safetensors"), provenance={"a": 1})),
+        "load": (dh.load, lambda: dict(path=file, model=net())),
+        "Target": (dh.Target, lambda: dict(macs=0.5, drop=0.1)),
+        "shrink": (dh.shrink, lambda: dict(model=net(), example_inputs=x, target=dh.Target(macs=0.5), multiple=2,
+                                           least=0.1, protect=())),
+        "Density": (dh.Density, lambda: dict(value=0.5)),
+        "StdRatio": (dh.StdRatio, lambda: dict(value=0.5)),
+        "Absolute": (dh.Absolute, lambda: dict(value=0.5)),
+        "PerLayer": (dh.PerLayer, lambda: dict(rules={"*": dh.Density(0.5)})),
+        "IndexGroups": (lambda groups: dh.Regularizer(net(), groups=dh.IndexGroups(groups)),
+                        lambda: dict(groups={"0.weight": [[0, 1], [2]]})),
+        "SCAD": (dh.SCAD, lambda: dict(lam=0.1, a=3.0)),
+        "TransformedL1": (dh.TransformedL1, lambda: dict(a=0.1)),
+        "TrimmedL1": (dh.TrimmedL1, lambda: dict(keep=0.1)),
+    }  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_calls_with_one_strange_argument_are_taken_or_refused(tmp_path):
+    draw = random.Random(8)
+    calls = sound_calls(tmp_path)
+    for _ in range(TRIES // 10 or 120):
+        name = draw.choice(sorted(calls))
+        function, arguments = calls[name]
+        given = arguments()
+        place = draw.choice(sorted(given))
+        given[place] = value = draw.choice(STRANGE)
+        try:
+            taken_or_refused(lambda f=function, g=given: f(**g))
+        except Exception as why:
+            raise AssertionError(f"{name}({place}={value!r:.80}) raises {type(why).__name__}: {why}") from why
 
 
 # Plain weights

@@ -11,6 +11,7 @@ from torch.nn.utils import prune as torch_prune
 
 import deephoyer as dh
 from deephoyer.strength import Cosine, Linear, Listed
+from deephoyer.structure import tidy
 
 
 def net():
@@ -128,6 +129,61 @@ def test_models_that_cannot_be_worked_on_are_refused_in_a_line(kind):
     model = make()
     refused(lambda: dh.Regularizer(model), *words)
     refused(lambda: dh.prune(model, dh.Density(0.5)), *words)
+
+
+def scripted():
+    return torch.jit.script(net())
+
+
+UNSOUND = {"meta": MODELS["meta"], "sparse": MODELS["sparse"], "a list": MODELS["a list"], "nothing": MODELS["nothing"]}
+UNSOUND |= {"scripted": (scripted, ["TorchScript"])}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", UNSOUND)
+def test_what_goes_through_a_network_refuses_models_without_layers_or_values(kind, tmp_path):
+    make, words = UNSOUND[kind]
+    model, x, file = make(), torch.ones(2, 6), tmp_path / "net.onnx"
+    calls = [dh.compact, dh.Coupled, dh.explain, dh.summary, lambda m, x: dh.export(m, x, file)]
+    for call in (*calls, lambda m, x: dh.shrink(m, x, dh.Target(macs=0.5))):
+        refused(lambda call=call: call(model, x), *words)
+    if kind != "meta":
+        refused(lambda: dh.load(saved(tmp_path), model=model), *words)
+
+
+def saved(folder):
+    dh.save(nn.Linear(6, 4), folder / "net.safetensors")
+    return folder / "net.safetensors"
+
+
+def test_examples_that_a_model_cannot_read_are_told_in_the_same_words_everywhere(tmp_path):
+    wrong = torch.ones(2, 7)
+    for call in (dh.compact, dh.Coupled, dh.summary, lambda m, x: dh.export(m, x, tmp_path / "net.onnx")):
+        refused(lambda call=call: call(net(), wrong), "the model can't be run on the example inputs", "2x7 and 6x4")
+
+
+def test_compaction_removes_as_much_in_inference_mode():
+    def half_dead():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(8 * 16, 5))
+        with torch.no_grad():
+            model[0].weight[:5], model[0].bias[:5], model[2].weight[:4], model[2].bias[:4] = 0, 0.3, 0, 0
+        return model, torch.randn(2, 3, 8, 8)
+
+    def parameters(model):
+        return sum(p.numel() for p in model.parameters())
+
+    plain = parameters(dh.compact(*half_dead()))
+    model, x = half_dead()
+    with torch.inference_mode():
+        assert parameters(dh.compact(model, x)) == plain < parameters(model)
+        made_there = half_dead()
+        assert parameters(dh.compact(*made_there)) == parameters(tidied(*made_there)) == plain
+    assert parameters(dh.compact(*made_there)) == plain
+
+
+def tidied(model, x):
+    return dh.compact(tidy(model, x), x)
 
 
 # Values

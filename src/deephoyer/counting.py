@@ -23,7 +23,7 @@ from deephoyer.executed import executed
 from deephoyer.inference import Examples
 from deephoyer.packing import packed_size, pattern_size
 from deephoyer.structure.indices import as_pattern
-from deephoyer.weights import CONVOLUTIONS, TRANSPOSED, Weight, all_weights, named_modules
+from deephoyer.weights import CONVOLUTIONS, TRANSPOSED, Weight, all_weights, named_modules, with_values
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,7 @@ def count(model: nn.Module, examples: Examples | None = None) -> tuple[list[Laye
     >>> rows[0].weights, total.parameters, total.macs_executed
     (6, 8, 6)
     """
+    with_values(model)
     weights = all_weights(model)
     used: dict[str, int] | None = None
     other: dict[str, int] = {}

@@ -58,6 +58,12 @@ def _number(value: Any) -> float | None:
         return None
 
 
+def first_line(why: object, most: int = 200) -> str:
+    """What an exception, or a program, says, for a message: its first line, or its kind where it says nothing."""
+    line = (str(why).strip().splitlines() or [type(why).__name__])[0]
+    return line if len(line) <= most else line[: most - 1] + "…"
+
+
 def shown(value: object, most: int = 60) -> str:
     """The value as a message shows it: whatever it is, in a few words."""
     try:

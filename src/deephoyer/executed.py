@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deephoyer.errors import UserError
-from deephoyer.inference import Examples, at_rest, batch_of, call
+from deephoyer.inference import Examples, at_rest, batch_of, try_call
 from deephoyer.weights import named_modules, unwrap
 
 aten = torch.ops.aten
@@ -38,12 +37,7 @@ def executed(
     model, batch = unwrap(model), batch_of(examples)
     counting = _Counting(weights)
     with counting, _open(model, counting), at_rest(model):
-        try:
-            call(model, examples)
-        except UserError:
-            raise
-        except Exception as why:
-            raise UserError(f"the model can't be run on the example inputs: {why}") from why
+        try_call(model, examples)
     used, other = counting.used, counting.other
     return {name: n // batch for name, n in used.items()}, {name: n // batch for name, n in other.items()}
 

@@ -36,6 +36,21 @@ def path_of(path: str | os.PathLike[str]) -> Path:
         raise UserError(f"{shown(path)} is not a path; give a string or a pathlib.Path.") from None
 
 
+def plain_file(path: str | os.PathLike[str]) -> Path:
+    """`path` as a Path; a `UserError` for a device, a pipe or a folder, which may never end or can't be read at all.
+
+    What is not there is left to whoever opens it.
+    """
+    found = path_of(path)
+    try:
+        strange = found.exists() and not found.is_file()
+    except (OSError, ValueError) as why:  # a name that is too long, or has a null in it
+        raise UserError(f"{shown(str(found))}: can't be read: {getattr(why, 'strerror', None) or why}.") from None
+    if strange:
+        raise UserError(f"{found}: can't be read: it is not a plain file.")
+    return found
+
+
 def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
     """Writes `content` to a temporary file beside `path`, syncs it, and renames it into place.
 

@@ -6,15 +6,19 @@ The accounting, the timing and the exports all call a model through here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from deephoyer.errors import UserError
+from deephoyer.errors import UserError, first_line
 
+P = ParamSpec("P")
+T = TypeVar("T")
 Examples = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 
 
@@ -29,6 +33,25 @@ def at_rest(model: nn.Module) -> Iterator[nn.Module]:
     finally:
         for module, mode in modes:
             module.training = mode
+
+
+def outside_inference_mode(function: Callable[P, T]) -> Callable[P, T]:
+    """Runs what follows tensors through a network outside of `torch.inference_mode()`, which would hide operations.
+
+    Tensors that were made in that mode are copied.
+    """
+
+    @functools.wraps(function)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
+        with torch.inference_mode(False):
+            positional, named = pytree.tree_map(_copied, (args, kwargs))
+            return function(*positional, **named)
+
+    return wrapped
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) and value.is_inference() else value
 
 
 def call(model: nn.Module, examples: Examples) -> Any:
@@ -49,6 +72,16 @@ def moved(examples: Examples, place: torch.device) -> tuple[tuple[Any, ...], dic
 
     args, kwargs = arguments(examples)
     return tuple(there(a) for a in args), {k: there(v) for k, v in kwargs.items()}
+
+
+def try_call(model: nn.Module, examples: Examples) -> Any:
+    """The same, with whatever fails in the model told in a line."""
+    try:
+        return call(model, examples)
+    except UserError:
+        raise
+    except Exception as why:
+        raise UserError(f"the model can't be run on the example inputs: {first_line(why)}.") from why
 
 
 def arguments(examples: Examples) -> tuple[tuple[Any, ...], dict[str, Any]]:

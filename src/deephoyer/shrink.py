@@ -21,7 +21,7 @@ from deephoyer.inference import Examples, arguments, at_rest, call
 from deephoyer.structure import Coupled
 from deephoyer.structure.inputs import outputs_in
 from deephoyer.targets import Target
-from deephoyer.weights import unwrap
+from deephoyer.weights import with_values
 
 HALVINGS = 6
 """How often the size is halved in on where a drop in score bounds it."""
@@ -81,7 +81,7 @@ def shrink(
     if target.drop is not None and validate is None:
         raise UserError("shrink: the target allows a drop, so it needs validate=: a function that scores a model.")
     seen = None if batches is None else list(batches)
-    work = copy.deepcopy(unwrap(model))
+    work = copy.deepcopy(with_values(model))
     if isinstance(groups, Coupled):
         groups = type(groups)(work, example_inputs, groups.exact)  # the model itself stays as it is
     cutter = Cutter(work, example_inputs, target, groups, batches=seen, **choosing)

@@ -172,6 +172,17 @@ def unwrap(model: nn.Module) -> nn.Module:
         raise UserError(f"{shown(model)} is not a model: a torch.nn.Module is wanted, not {type(model).__name__}.")
     while isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)) or hasattr(model, "_orig_mod"):
         model = model._orig_mod if hasattr(model, "_orig_mod") else model.module  # type: ignore[assignment]
+    if isinstance(model, torch.jit.ScriptModule):
+        raise UserError("the model is compiled by TorchScript, and its layers can't be changed: give the one it is of.")
+    return model
+
+
+def with_values(model: nn.Module, meta: bool = False) -> nn.Module:
+    """The module inside wrappers; a `UserError` where a tensor of it is stored sparse, or is on the meta device."""
+    model = unwrap(model)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.layout != torch.strided or (tensor.is_meta and not meta and not is_lazy(tensor)):
+            _refuse_unusable(name, tensor)
     return model
 
 

@@ -16,8 +16,8 @@ import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from deephoyer.errors import UserError
-from deephoyer.files import path_of
+from deephoyer.errors import UserError, first_line
+from deephoyer.files import path_of, plain_file
 
 FORMAT = "deephoyer"
 _LENGTH = 8  # bytes that say how long the header is
@@ -58,7 +58,7 @@ def unseal(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, A
     try:
         return safetensors.torch.load(data), manifest
     except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError, OverflowError) as why:
-        raise UserError(f"{path} is damaged: {_line(why)}.") from None
+        raise UserError(f"{path} is damaged: {first_line(why)}.") from None
 
 
 def parse(path: str | os.PathLike[str], text: object) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def parse(path: str | os.PathLike[str], text: object) -> dict[str, Any]:
     try:
         found = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse)  # type: ignore[arg-type]
     except (ValueError, TypeError, RecursionError) as why:
-        raise UserError(f"{path} is damaged: its header is not sound JSON ({_line(why)}).") from None
+        raise UserError(f"{path} is damaged: its header is not sound JSON ({first_line(why)}).") from None
     if not isinstance(found, dict):
         raise UserError(f"{path} is damaged: its header is not a JSON object.")
     return found
@@ -74,9 +74,7 @@ def parse(path: str | os.PathLike[str], text: object) -> dict[str, Any]:
 
 def _read(path: Path) -> bytes:
     try:
-        if path.exists() and not path.is_file():
-            raise UserError(f"{path}: can't be read: it is not a plain file.")  # a device or a pipe may never end
-        data = path.read_bytes()
+        data = plain_file(path).read_bytes()
     except OSError as why:
         raise UserError(f"{path}: can't be read: {why.strerror or why}.") from None
     # The first bytes of a safetensors file are its header's length, which may look like a pickle's beginning.
@@ -122,7 +120,3 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _refuse(word: str) -> None:
     raise ValueError(f"{word} is not a number")
-
-
-def _line(why: BaseException) -> str:
-    return (str(why).strip().splitlines() or [type(why).__name__])[0][:200]

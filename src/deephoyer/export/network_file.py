@@ -23,7 +23,7 @@ from deephoyer.export.tensors import pack, pack_mask, same_tensors, unpack, unpa
 from deephoyer.files import write_atomically
 from deephoyer.masks import Masks
 from deephoyer.structure.shape import check_joints, describe, reshape_
-from deephoyer.weights import unwrap
+from deephoyer.weights import unwrap, with_values
 
 Path = str | os.PathLike[str]
 
@@ -79,7 +79,7 @@ def encode(model: nn.Module, masks: Mapping[str, Tensor], provenance: dict[str, 
 def load(path: Path, model: nn.Module) -> nn.Module:
     """A copy of the freshly built `model`, shrunk to the shapes in the file and filled with its weights."""
     tensors, manifest = _read(path)
-    small = copy.deepcopy(unwrap(model))
+    small = copy.deepcopy(with_values(model, meta=True))
     try:
         fill_meta(small)
         if manifest.structure is not None:

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deephoyer.errors import UserError
+from deephoyer.errors import UserError, first_line
 from deephoyer.files import write_atomically
-from deephoyer.inference import Examples, arguments, at_rest, batch_of, call, with_batch
+from deephoyer.inference import Examples, arguments, at_rest, batch_of, call, try_call, with_batch
+from deephoyer.weights import with_values
 
 TOLERANCE = 1e-4
 
@@ -26,8 +27,10 @@ def export(model: nn.Module, example_inputs: Examples, path: str | os.PathLike[s
     and in another batch size; a difference beyond 1e-4 of the outputs' scale raises, and nothing is written.
     """
     _need("onnx", "onnxscript", "onnxruntime")
+    with_values(model)
     batch = max(2, batch_of(example_inputs))  # the exporter takes a batch of one for a constant
     with at_rest(model):
+        try_call(model, example_inputs)  # the exporter would tell in pages what is wrong with them
         content = _to_onnx(model, with_batch(example_inputs, batch), batch)
         worst = max(_difference(model, content, with_batch(example_inputs, size)) for size in (1, batch, batch + 1))
     if not worst <= TOLERANCE:
@@ -64,8 +67,9 @@ def _to_onnx(model: nn.Module, examples: Examples, batch: int) -> bytes:
             )
         return program.model_proto.SerializeToString()  # type: ignore[union-attr]
     except (torch.onnx.OnnxExporterError, RuntimeError, ValueError) as why:
-        first = (str(why).strip().splitlines() or [""])[0]
-        raise UserError(f"export: PyTorch can't express this network in ONNX: {type(why).__name__} {first}") from why
+        raise UserError(
+            f"export: PyTorch can't express this network in ONNX: {type(why).__name__}: {first_line(why)}"
+        ) from why
 
 
 def _difference(model: nn.Module, content: bytes, examples: Examples) -> float:

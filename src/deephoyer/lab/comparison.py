@@ -22,6 +22,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from deephoyer.errors import UserError, unknown
+from deephoyer.files import plain_file
+from deephoyer.lab import bounded_yaml
 from deephoyer.lab import recipe as recipes
 from deephoyer.lab.processes import Member
 from deephoyer.lab.runs.find import RUNS
@@ -133,9 +135,9 @@ def read(name: str) -> Protocol:
     if path.parent == FOLDER and name not in names():
         raise unknown("comparison", name, names())
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = bounded_yaml.load(plain_file(path).read_text(encoding="utf-8"))
         return Protocol.model_validate(content)
-    except (OSError, yaml.YAMLError) as why:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as why:
         raise UserError(f"comparison {name}: can't be read: {why}.") from None
     except ValidationError as why:
         first = why.errors()[0]

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import safetensors
 import torch
 from torch import Tensor, nn
 
-from deephoyer.errors import UserError
+from deephoyer.errors import UserError, shown
 from deephoyer.export import container, load, provenance
+from deephoyer.files import plain_file
 from deephoyer.lab import models
 from deephoyer.lab.choices import Choice, named
 from deephoyer.lab.runs import checkpoint
 from deephoyer.lab.runs.folder import RunFolder
+
+SMALL = 2**26
+"""Parameters of a network that any file may name: as many as AlexNet has."""
+WEIGHTS_A_BYTE = 256
+LARGEST = 1_000_000
+"""A number among the settings of a network that a file names."""
 
 
 def open_network(path: Path, model: Choice | None = None) -> tuple[nn.Module, Tensor]:
@@ -27,13 +35,35 @@ def open_network(path: Path, model: Choice | None = None) -> tuple[nn.Module, Te
     if model is None and plain:
         raise UserError(f"{path} holds plain weights, not one of deephoyer's networks; give the model with --model.")
     chosen = model if model is not None else _own_model(path)
-    network = models.of(chosen)
+    network = models.of(chosen) if model is not None else built_for(path, chosen)
     if plain:
         checkpoint.fill(network, path, "the file")
     else:
         network = load(path, network)
     example = torch.randn(2, *models.input_shape(named(chosen)[0]), generator=torch.Generator().manual_seed(0))
     return network.eval(), example
+
+
+def built_for(path: Path, model: Choice) -> nn.Module:
+    """The fresh network that a file, and not the user, names; refused where the file can't hold weights for it.
+
+    A byte of a packed tensor stands for 256 weights at most: a few bytes must not name a model that fills the memory.
+    """
+    try:
+        _check_numbers(named(model)[1])
+        with models.at_most(max(SMALL, WEIGHTS_A_BYTE * plain_file(path).stat().st_size)):
+            return models.of(model)
+    except (UserError, OSError) as why:
+        raise UserError(f"{path}: the model that it names is not built: {why}") from None
+
+
+def _check_numbers(value: Any) -> None:
+    """Settings are lists and numbers that a network may have: some makers count up to them first."""
+    inner = list(value.values()) if isinstance(value, Mapping) else value if isinstance(value, list) else []
+    if (isinstance(value, int | float) and not abs(value) <= LARGEST) or len(inner) > 1000:
+        raise UserError(f"{shown(value)} is out of all proportion.")
+    for part in inner:
+        _check_numbers(part)
 
 
 def file_of(path: Path) -> Path:
@@ -49,6 +79,7 @@ def file_of(path: Path) -> Path:
 
 def _is_plain(path: Path) -> bool:
     """Whether it is a file of weights that `deephoyer.save` did not write; `load` tells what is wrong with others."""
+    plain_file(path)
     if path.suffix in (".pt", ".pth"):
         return True
     try:

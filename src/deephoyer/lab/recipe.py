@@ -18,6 +18,7 @@ import yaml
 from pydantic import ValidationError
 
 from deephoyer.errors import UserError, shown, unknown
+from deephoyer.files import plain_file
 from deephoyer.lab import bounded_yaml
 from deephoyer.lab.recipe_keys import keys
 from deephoyer.lab.schema import DESCRIPTIVE, STAGES, Recipe, is_file
@@ -60,7 +61,7 @@ def text_of(name: str) -> str:
     """The text of a recipe: one of ours by name, or a file's."""
     path = _path(name)
     try:
-        return path.read_text(encoding="utf-8")
+        return plain_file(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as why:
         raise UserError(f"recipe {name}: can't be read: {getattr(why, 'strerror', None) or why}.") from None
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deephoyer.errors import UserError, unknown
+from deephoyer.errors import UserError, first_line, unknown
 from deephoyer.files import folder_at
 from deephoyer.lab import recipe as recipes
 from deephoyer.lab.processes import Member
@@ -174,7 +174,7 @@ class Search:
                 load_if_exists=True,
             )
         except Exception as why:  # each storage has errors of its own
-            raise UserError(f"the study {self.folder.name} can't be opened: {_first_line(why)}.") from None
+            raise UserError(f"the study {self.folder.name} can't be opened: {first_line(why)}.") from None
         found = study.user_attrs.get("search")
         if found is None:
             study.set_user_attr("search", says)
@@ -324,7 +324,3 @@ def _selected_accuracy(folder: Path, summary: dict[str, Any]) -> float:
     epoch = summary["selected"].get(stage, lines[-1]["epoch"])
     kept = [line for line in lines if line["stage"] == stage and line["epoch"] == epoch][-1]
     return kept["held_out"] if "held_out" in kept else kept["test"]
-
-
-def _first_line(why: Exception) -> str:
-    return (str(why) or type(why).__name__).splitlines()[0]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from deephoyer.errors import UserError, unknown
-from deephoyer.inference import Examples
+from deephoyer.inference import Examples, outside_inference_mode
 from deephoyer.pretrained import note_shape
 from deephoyer.structure.channels import IN, OUT, ChannelGraph, Place
 from deephoyer.structure.coupled import Coupled, clean_copy, shared_copy
@@ -24,7 +24,7 @@ from deephoyer.structure.fold_constants import Folded, fold, shared_layers
 from deephoyer.structure.joints import ConstantLayer, around, gather, laid_out, merged, replace
 from deephoyer.structure.layers import CONV, EMBEDDING, LINEAR, NORM, WIRING, kind_of, size
 from deephoyer.structure.remove import alive_outputs, own_parameters, remove, spare_last, tensor_of, zero
-from deephoyer.weights import unwrap
+from deephoyer.weights import with_values
 
 JOINTS = ("none", "gather")
 
@@ -65,6 +65,7 @@ class CompactReport:
         return sum(one.removed for one in self.sets)
 
 
+@outside_inference_mode
 def compact(
     model: nn.Module,
     example_inputs: Examples,
@@ -96,7 +97,7 @@ def compact(
         raise UserError(f"compact: groups is {groups!r}; it must be a `Coupled` made from this model, or left out.")
     if groups is not None and groups.graph.exact != exact:
         raise UserError(f"compact: exact={exact}, but the groups were made with exact={groups.graph.exact}.")
-    model = unwrap(model)
+    model = with_values(model)
     graph = _graph(model, groups or Coupled(model, example_inputs, exact))
     if joints == "gather":
         return _compacted(model, example_inputs, graph, _inner(graph), True)

@@ -18,14 +18,14 @@ from torch import Tensor, nn
 
 from deephoyer.errors import UserError
 from deephoyer.groups import Grouping, Slices, SliceUnit, Unit
-from deephoyer.inference import Examples, call
+from deephoyer.inference import Examples, call, outside_inference_mode
 from deephoyer.structure.channels import ChannelGraph, ChannelSet, Place
 from deephoyer.structure.equality import Differs, answers, compare
 from deephoyer.structure.follow import CannotFollow, follow, plain_attention
 from deephoyer.structure.inputs import one_sample, outputs_in, random_like
 from deephoyer.structure.remove import alive_outputs, homes_of, remove, replace_tensor, spare_last, tensor_of, zero
 from deephoyer.structure.sizes import SizeRule, apply_sizes, learn_sizes
-from deephoyer.weights import LAYERS, Weight, unwrap
+from deephoyer.weights import LAYERS, Weight, with_values
 
 
 class Coupled(Grouping):
@@ -42,7 +42,7 @@ class Coupled(Grouping):
 
     def __init__(self, model: nn.Module, example_inputs: Examples, exact: bool = True):
         """Without `exact`, channels that a layer norm is over may go too, though it is not the same function then."""
-        self.model, self.exact = unwrap(model), exact
+        self.model, self.exact = with_values(model), exact
         self.graph = proven(self.model, example_inputs, exact)
         self._wired = self.graph.wired()
 
@@ -145,6 +145,7 @@ class Neurons(Coupled):
         return not one.heads and len(readers) == 1 and max(sizes) == 2 and readers[0] not in self.graph.writes
 
 
+@outside_inference_mode
 def proven(model: nn.Module, inputs: Examples, exact: bool = True) -> ChannelGraph:
     """The channel graph of a model, less what a trial removal shows to be wrong."""
     graph, inputs = _followed(model, inputs, exact)

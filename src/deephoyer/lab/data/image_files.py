@@ -18,6 +18,8 @@ from PIL import Image
 from deephoyer.errors import UserError
 
 ANNOTATIONS = "val_annotations.txt"
+MOST_PIXELS = 100_000_000
+"""Of one image; one that is larger counts as one that can't be read."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +62,11 @@ def find(root: Path, key: str) -> tuple[Files | None, Files]:
 def read_image(path: Path) -> Image.Image | None:
     """An image file, decoded, in red, green and blue; None where that can't be done."""
     try:
+        if not path.is_file():  # a pipe would be waited for
+            return None
         with Image.open(path) as image:
-            return image.convert("RGB")
-    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError):
+            return image.convert("RGB") if image.width * image.height <= MOST_PIXELS else None
+    except Exception:  # on damaged bytes decoders raise whatever comes up
         return None
 
 
@@ -87,7 +91,11 @@ def _by_folder(folder: Path, key: str) -> Files:
 
 def _annotated(folder: Path, train: Files | None, key: str) -> Files:
     """Tiny-ImageNet's validation images: lines of a file's name, its class and a box, divided by tabs."""
-    lines = [line.split("\t") for line in (folder / ANNOTATIONS).read_text(encoding="utf-8").splitlines() if line]
+    try:
+        text = (folder / ANNOTATIONS).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as why:
+        raise UserError(f"{key}: {folder / ANNOTATIONS} can't be read: {why}.") from None
+    lines = [line.split("\t") for line in text.splitlines() if line]
     if any(len(line) < 2 for line in lines) or not lines:
         raise UserError(f"{key}: {folder / ANNOTATIONS} is not Tiny-ImageNet's: each line has a file and a class.")
     classes = sorted({line[1] for line in lines})

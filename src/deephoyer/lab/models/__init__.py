@@ -5,12 +5,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
-from deephoyer.errors import UserError
+from deephoyer.errors import UserError, first_line, shown
 from deephoyer.lab.choices import Choice, named
 from deephoyer.lab.models import by_library
 from deephoyer.lab.models.alexnet import AlexNet
@@ -20,6 +25,8 @@ from deephoyer.lab.models.resnet_imagenet import resnet50
 from deephoyer.registry import Registry
 
 MODELS: Registry[nn.Module] = Registry("model", "models")
+MOST_MODULES = 20_000
+"""Layers and what holds them, of a network that a file names."""
 _INPUT_SHAPES: dict[str, tuple[int, ...]] = {}
 
 
@@ -53,6 +60,35 @@ def of(choice: Choice) -> nn.Module:
     return make(name, **settings)
 
 
+@contextmanager
+def at_most(parameters: int) -> Iterator[None]:
+    """Inside, a network with more parameters is refused while it is being built, before memory is filled for it.
+
+    >>> with at_most(300_000): make("lenet-300-100").training
+    True
+    """
+    count = {"parameters": 0, "modules": 0}
+
+    def add(kind: str, more: int, most: int) -> None:
+        count[kind] += more
+        if count[kind] > most:
+            raise UserError(f"it would have more than {most:,} {kind}.")
+
+    hooks = [
+        register_module_parameter_registration_hook(
+            lambda module, name, tensor: add("parameters", 0 if tensor is None else tensor.numel(), parameters)
+        ),
+        register_module_module_registration_hook(lambda module, name, child: add("modules", 1, MOST_MODULES)),
+    ]
+    try:
+        yield
+    except RuntimeError as why:  # torch's, of a single tensor that is larger than the machine
+        raise UserError(f"it can't be built: {first_line(why)}.") from None
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 def maker(name: str) -> Callable[..., nn.Module]:
     """What makes the network of that name; a `UserError` where there is none."""
     return by_library.maker(name) if by_library.is_library(name) else MODELS[name]
@@ -62,7 +98,7 @@ def _made(maker: Callable[..., nn.Module], settings: dict[str, Any]) -> nn.Modul
     try:
         return maker(**settings)
     except (TypeError, ValueError, RuntimeError) as why:
-        raise UserError(f"with {settings} it can't be made: {why}.") from None
+        raise UserError(f"with {shown(settings)} it can't be made: {shown(str(why), 200)}.") from None
 
 
 def describe() -> list[tuple[str, str]]:

@@ -76,6 +76,8 @@ def _timm(network: str) -> Callable[..., nn.Module]:
 def _make_timm(network: str, classes: int = 1000, **settings: Any) -> nn.Module:
     import timm
 
+    if "checkpoint_path" in settings:  # older versions of timm unpickle it
+        raise UserError("weights come from a file that a recipe's start names, not from checkpoint_path.")
     made: nn.Module = timm.create_model(network, pretrained=False, num_classes=count("classes", classes), **settings)
     return made
 

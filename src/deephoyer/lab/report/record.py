@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from deephoyer.errors import UserError
-from deephoyer.files import folder_at, write_atomically
+from deephoyer.files import folder_at, plain_file, write_atomically
 from deephoyer.lab.choices import named
 from deephoyer.lab.recipe import Command
 from deephoyer.lab.report.stored_weights import RESULTS, WEIGHTS
@@ -230,7 +230,7 @@ def _block(value: Any) -> str:
 def read(path: Path) -> Record:
     """The record in a file; a `UserError` says what is wrong with it."""
     try:
-        record = Record.model_validate_json(path.read_bytes())
+        record = Record.model_validate_json(plain_file(path).read_bytes())
     except FileNotFoundError:
         raise UserError(f"{path}: there is no such record.") from None
     except OSError as why:

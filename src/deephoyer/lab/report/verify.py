@@ -14,7 +14,7 @@ from typing import Any
 
 from deephoyer.errors import UserError
 from deephoyer.export import load
-from deephoyer.lab import models
+from deephoyer.lab.open_network import built_for
 from deephoyer.lab.report import record as records
 from deephoyer.lab.report.measure import measure
 from deephoyer.lab.report.publish import APART, TOLERANCE
@@ -62,7 +62,7 @@ def check(path: Path) -> Outcome:
         outcome.kept = record.weights.file is not None
         if record.weights.file is not None:
             file = read_weights(records.results_of(path), record.weights.file, record.weights.sha256)
-            model = load(file, models.of(record.settings.model))
+            model = load(file, built_for(file, record.settings.model))
             outcome.measured = measure(model, record.settings, record.measured.compact is not None)
             outcome.differences += compare(record.measured, outcome.measured)
     except UserError as why:

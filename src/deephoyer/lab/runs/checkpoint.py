@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from deephoyer.errors import UserError, shown
 from deephoyer.export import container, load
-from deephoyer.files import folder_at, write_atomically
+from deephoyer.files import folder_at, plain_file, write_atomically
 
 KIND = "run"
 KEPT = 2
@@ -112,8 +112,7 @@ def fill(model: nn.Module, path: Path, key: str, classes_may_differ: bool = Fals
     With `classes_may_differ`, a classifier of another number of classes keeps the model's own weights: the names of
     those are returned.
     """
-    if path.exists() and not path.is_file():
-        raise UserError(f"{key}: {path} is not a plain file.")  # a device or a pipe may never end
+    plain_file(path)
     try:
         if path.suffix in (".pt", ".pth"):
             state = _torch_file(path, key)

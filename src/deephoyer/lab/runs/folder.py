@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from deephoyer.errors import UserError
-from deephoyer.files import remove_leftovers, write_atomically
+from deephoyer.files import plain_file, remove_leftovers, write_atomically
 from deephoyer.lab import recipe as recipes
 from deephoyer.lab.choices import what_data
 from deephoyer.lab.recipe import Command
@@ -72,7 +72,7 @@ class RunFolder:
     def read_json(self, name: str) -> Any:
         path = self.path / name
         try:
-            return json.loads(path.read_text(encoding="utf-8"))
+            return json.loads(plain_file(path).read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise UserError(f"{self.path} has no {name}: is it the folder of a finished run?") from None
         except (OSError, ValueError) as why:
@@ -89,7 +89,7 @@ class RunFolder:
                 "to run it again, give another folder with --out, or delete this one."
             )
         try:
-            text = path.read_text(encoding="utf-8")
+            text = plain_file(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as why:
             raise UserError(f"{path}: can't be read: {why}.") from None
         return recipes.parse(text, str(path))

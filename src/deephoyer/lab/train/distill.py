@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deephoyer.errors import UserError
-from deephoyer.lab import models
 from deephoyer.lab.data.dataset import Dataset
 from deephoyer.lab.data.source import UNREADABLE, Source
+from deephoyer.lab.open_network import built_for
 from deephoyer.lab.runs import checkpoint, find
 from deephoyer.lab.schema import Recipe
 from deephoyer.lab.train import teacher_cache
@@ -137,7 +137,7 @@ def teachers_of(recipe: Recipe, data: Source, device: torch.device, say: Callabl
                 f"distill.teachers: {network.path} does not say which model it is of; "
                 "write {file: …, model: …} in its place."
             )
-        teacher = models.of(network.model).to(device)
+        teacher = built_for(network.path, network.model).to(device)
         checkpoint.fill(teacher, network.path, "distill.teachers")
         made.append(teacher.to(memory_format=torch.channels_last) if recipe.channels_last else teacher)
     return Teachers(
