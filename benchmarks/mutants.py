@@ -4,12 +4,12 @@
     python benchmarks/mutants.py --out mutants.jsonl --again         # the ones that nothing noticed, once more
     python benchmarks/mutants.py --out mutants.jsonl --show          # what is known, nothing is run
 
-The mutants are drawn by a seeded hash of what they change, so that edits elsewhere leave the draw as it is. How many come
-from a room goes by the root of how many there are in it: the channel graph has three quarters of all. All work is done in a
-copy of the tree. First the nearest tests run once, unchanged, and it is written down which functions each of them enters; a
-mutant is then tried with the tests that enter its function, the fastest first, until one fails. Tests that outlast their
-time are stopped: that is noticed, too. Not changed: annotations, docstrings, what stands in a `raise` or an `assert`,
-`strict=` of `zip`, `frozen=` of dataclasses, and texts that nothing is compared with.
+The mutants are drawn by a seeded hash of what they change, so that edits elsewhere leave the draw as it is. How many
+come from a room goes by the root of how many there are in it: the channel graph has three quarters of all. All work is
+done in a copy of the tree. First the nearest tests run once, unchanged, and it is written down which functions each of
+them enters; a mutant is then tried with the tests that enter its function, the fastest first, until one fails. Tests
+that outlast their time are stopped: that is noticed, too. Not changed: annotations, docstrings, what is in a `raise`
+or an `assert`, `strict=` of `zip`, `frozen=` of dataclasses, and texts that nothing is compared with.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import ast
 import contextlib
 import hashlib
 import io
+import itertools
 import json
 import os
 import shutil
@@ -50,6 +51,8 @@ NEAREST: dict[str, list[str]] = {
     "lab/runs/checkpoint.py": ["run", "fuzz", "training_parts", "models"],
 }  # fmt: skip
 """Of each room (a file or a folder of the package) the files of tests that are nearest to it."""
+MOST_SECONDS = 60
+"""The fastest tests, so many seconds of them (as they took while they were watched), are tried with each mutant."""
 
 
 # Mutants
@@ -383,7 +386,9 @@ def tried(mutant: Mutant, tree: Path, tests: dict[str, dict[str, Any]]) -> dict[
     """What the tests say of it."""
     near = {test: e for name in NEAREST[mutant.room] for test, e in tests[name].items() if e["passed"]}
     here = [mutant.file, mutant.owner]
-    chosen = {test: e["seconds"] for test, e in near.items() if not mutant.owner or here in e["entered"]}
+    entering = sorted((e["seconds"], test) for test, e in near.items() if not mutant.owner or here in e["entered"])
+    sums = itertools.accumulate(seconds for seconds, _ in entering)
+    chosen = {test: seconds for (seconds, test), sum in zip(entering, sums, strict=True) if sum <= MOST_SECONDS}
     path, result = tree / "src/deephoyer" / mutant.file, tree / "failed.txt"
     before, stat = path.read_bytes(), path.stat()
     files = sorted({test.partition("::")[0] for test in chosen}, key=lambda file: min(
@@ -395,7 +400,7 @@ def tried(mutant: Mutant, tree: Path, tests: dict[str, dict[str, Any]]) -> dict[
         path.write_bytes(before[: mutant.start] + mutant.after.encode() + before[mutant.end :])
         os.utime(path, (stat.st_atime, stat.st_mtime + 3600))  # no compiled file is taken for it
         if chosen:
-            status = in_child(tree, files, _Choice(chosen, result), 60 + 4 * sum(chosen.values()), tree / "try.log")
+            status = in_child(tree, files, _Choice(chosen, result), 60 + 2 * MOST_SECONDS, tree / "try.log")
     finally:
         path.write_bytes(before)
         os.utime(path, (stat.st_atime, stat.st_mtime))

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from deephoyer import targets
 from deephoyer.counting import count
-from deephoyer.errors import UserError
+from deephoyer.errors import UserError, not_negative, positive_whole, shown
 from deephoyer.groups import Grouping, Unit, groupings
 from deephoyer.inference import Examples, device_of
 from deephoyer.latency import Beside
@@ -32,7 +32,7 @@ from deephoyer.scores import Loss, Score
 from deephoyer.structure import CannotFollow, Coupled, compact
 from deephoyer.structure.channels import ChannelSet
 from deephoyer.targets import Target
-from deephoyer.weights import Weight, find_weights, unwrap
+from deephoyer.weights import Weight, find_weights, patterns_of, unwrap
 from deephoyer.widths import CLOSE, WidthCost, choose, macs_cost, parameters_cost, rows_of
 
 TRIES = 5
@@ -125,12 +125,15 @@ class Cutter:
         loss: Loss | None = None,
     ):
         self.model, self.examples, self.target = unwrap(model), examples, target
-        self.multiple, self.least = multiple, least
-        if multiple is not None and (isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1):
-            raise UserError(f"multiple is {multiple!r}; it is a whole number of channels, 1 or more.")
+        if not isinstance(target, Target):
+            raise UserError(f"{shown(target)} is not a target; Target(macs=0.5) is.")
+        self.multiple = None if multiple is None else positive_whole(multiple, "multiple")
+        self.least = not_negative(least, "least")
+        if self.least > 1:
+            raise UserError(f"least is {least!r}; it is the share of a layer's channels that stay, at most 1.")
         self.score, self.batches, self.loss = score, batches, loss
         self.by_cost = target.kind == "latency" if by_cost is None else by_cost
-        patterns = [protect] if isinstance(protect, str) else list(protect)
+        patterns = patterns_of(protect, "protect") or []
         self.coupled: Coupled | None = None
         self.cost: WidthCost | None = None
         self.stuck: list[str] = []  # what could give no more when it was cut last
@@ -161,7 +164,7 @@ class Cutter:
         for pattern in patterns:
             if not any(_called(name, pattern) for name in layers):
                 raise UserError(
-                    f"protect: no layer is called {pattern!r}. There are {', '.join(sorted(layers)[:6])}, …"
+                    f"protect: no layer is called {shown(pattern)}. There are {', '.join(sorted(layers)[:6])}, …"
                 )
         written = {one.name: _written(coupled, one) for one in coupled.sets}
         return [set_ for set_, names in written.items() if any(_called(n, p) for n in names for p in patterns)]
@@ -170,7 +173,7 @@ class Cutter:
         names = [weight.name for weight in find_weights(self.model)]
         for pattern in patterns:
             if not any(_called(name.removesuffix(".weight"), pattern) for name in names):
-                raise UserError(f"protect: no layer is called {pattern!r}. There are {', '.join(names[:6])}, …")
+                raise UserError(f"protect: no layer is called {shown(pattern)}. There are {', '.join(names[:6])}, …")
         out = [f"!{p}{end}" for p in patterns for end in ("", ".weight")]
         return out or None
 

@@ -7,11 +7,13 @@ The commands print a `UserError` in one or two lines and exit with status 2; in 
 from __future__ import annotations
 
 import difflib
-import math
 import numbers
 import operator
 from collections.abc import Iterable
 from typing import Any
+
+LARGEST = 3.4e38
+"""What float32 can hold."""
 
 
 class UserError(ValueError):
@@ -34,9 +36,24 @@ def unknown(kind: str, name: object, known: Iterable[str], hint: str = "") -> Us
 def not_negative(value: Any, what: str) -> float:
     """The value as a float, refused if negative or no finite number; NumPy's and torch's scalars are numbers."""
     number = _number(value)
-    if number is None or not math.isfinite(number) or number < 0:
+    if number is None or not 0 <= number <= LARGEST:
         raise UserError(f"{what} is {shown(value)}; it must be a finite number (int or float), 0 or more.")
     return number
+
+
+def true_or_false(value: Any, what: str) -> bool:
+    """The value as a bool; NumPy's are taken, too."""
+    if type(value).__name__ not in ("bool", "bool_"):
+        raise UserError(f"{what} is {shown(value)}; it must be True or False.")
+    return bool(value)
+
+
+def one_of(kind: str, value: Any, known: Iterable[str]) -> str:
+    """The value, which must be one of these words."""
+    names = list(known)
+    if not isinstance(value, str) or value not in names:
+        raise unknown(kind, value, names)
+    return value
 
 
 def positive_whole(value: Any, what: str) -> int:

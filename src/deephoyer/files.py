@@ -12,6 +12,9 @@ from pathlib import Path
 
 from deephoyer.errors import UserError, shown
 
+LONGEST_PATH = 4096
+"""Characters; systems take no more."""
+
 
 def kept_in(name: str) -> Path:
     """The folder for what is fetched or computed once for many runs: in $DEEPHOYER_DATA, or the user's cache folder."""
@@ -31,9 +34,12 @@ def folder_at(path: Path) -> Path:
 def path_of(path: str | os.PathLike[str]) -> Path:
     """`path` as a Path; a `UserError` where it is something else."""
     try:
-        return Path(path)
+        found = Path(path)
     except TypeError:
         raise UserError(f"{shown(path)} is not a path; give a string or a pathlib.Path.") from None
+    if "\0" in str(found) or len(str(found)) > LONGEST_PATH:
+        raise UserError(f"{shown(str(found))} is not a path: it is too long, or has a null in it.")
+    return found
 
 
 def plain_file(path: str | os.PathLike[str]) -> Path:
@@ -42,11 +48,7 @@ def plain_file(path: str | os.PathLike[str]) -> Path:
     What is not there is left to whoever opens it.
     """
     found = path_of(path)
-    try:
-        strange = found.exists() and not found.is_file()
-    except (OSError, ValueError) as why:  # a name that is too long, or has a null in it
-        raise UserError(f"{shown(str(found))}: can't be read: {getattr(why, 'strerror', None) or why}.") from None
-    if strange:
+    if os.path.exists(found) and not found.is_file():
         raise UserError(f"{found}: can't be read: it is not a plain file.")
     return found
 

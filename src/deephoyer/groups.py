@@ -266,16 +266,18 @@ def groupings(choice: Kinds, model: nn.Module | None = None, example_inputs: Any
     >>> [g.name for g in groupings("filters+channels")]
     ['filters', 'channels']
     """
-    if isinstance(choice, (Grouping, Mapping)):
-        choice = [choice]
-    parts = choice.split("+") if isinstance(choice, str) else list(choice) if isinstance(choice, Iterable) else [choice]
+    parts: list[Any] = [choice]
+    if isinstance(choice, str):
+        parts = choice.split("+")
+    elif isinstance(choice, Iterable) and not isinstance(choice, (Grouping, Mapping, Tensor)):
+        parts = list(choice)
     chosen = [_grouping(p.strip() if isinstance(p, str) else p, model, example_inputs) for p in parts]
     for part in chosen:
         if not isinstance(part, Grouping):
-            raise UserError(f"groups: {part!r} is neither a grouping nor the name of one; Filters() is.")
+            raise UserError(f"groups: {shown(part)} is neither a grouping nor the name of one; Filters() is.")
     names = [g.name for g in chosen]
     if len(set(names)) < len(names) or not names:
-        raise UserError(f"groups: {choice!r} must name at least one kind of group, and each once.")
+        raise UserError(f"groups: {shown(choice)} must name at least one kind of group, and each once.")
     return chosen
 
 

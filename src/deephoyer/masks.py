@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deephoyer.errors import UserError, positive_whole, shown
+from deephoyer.errors import UserError, positive_whole, shown, true_or_false
 from deephoyer.groups import Kinds, Unit, groupings
 from deephoyer.kernels.zeroing import Zeroing, laid_like
 from deephoyer.optimizers import Replaced, bare
@@ -217,7 +217,8 @@ def prune(
     0.2
     """
     if not isinstance(rule, Rule):
-        raise UserError(f"prune: {rule!r} is not a rule; Absolute(1e-4), StdRatio(0.03) and Density(0.02) are.")
+        raise UserError(f"prune: {shown(rule)} is not a rule; Absolute(1e-4), StdRatio(0.03) and Density(0.02) are.")
+    true_or_false(allow_empty, "prune: allow_empty")
     kinds = groupings(groups)
     multiple = positive_whole(multiple, "prune: multiple")
     if multiple > 1 and len(kinds) > 1:

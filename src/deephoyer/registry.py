@@ -38,7 +38,7 @@ class Registry(Generic[T]):
             maker = self._makers[name] = getattr(import_module(module), attribute)
         return maker
 
-    def make(self, choice: Any, **settings: Any) -> T:
+    def make(self, choice: Any, /, **settings: Any) -> T:
         """The thing called `choice`, or `{"name": choice, …settings}`; anything else is the thing itself."""
         if isinstance(choice, Mapping):
             settings = {**choice, **settings}

@@ -7,14 +7,14 @@ graph; `attach(optimizer)` calls that before every optimizer step. Not here: dat
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from deephoyer import strength as strengths
-from deephoyer.errors import UserError, not_negative, shown, unknown
+from deephoyer.errors import UserError, first_line, not_negative, one_of, shown, unknown
 from deephoyer.groups import Kinds, Unit, groupings
 from deephoyer.kernels import choose
 from deephoyer.optimizers import Replaced, bare
@@ -54,11 +54,10 @@ class Regularizer:
         backend: str = "auto",
         weigh: str = "alike",
     ):
-        if weigh not in WEIGHINGS:
-            raise unknown("way to weigh groups", weigh, WEIGHINGS)
+        one_of("way to weigh groups", weigh, WEIGHINGS)
         self.penalty = PENALTIES.make(penalty)
         if not isinstance(self.penalty, Penalty):
-            raise UserError(f"penalty: {penalty!r} is neither a penalty nor the name of one; HoyerSquare() is.")
+            raise UserError(f"penalty: {shown(penalty)} is neither a penalty nor the name of one; HoyerSquare() is.")
         reshard(model)
         weights = find_weights(model, parameters)
         chosen = groupings(groups)
@@ -68,7 +67,7 @@ class Regularizer:
         self._scales: dict[tuple[str, float], Scale] = {}
         found = [(grouping.name, unit) for grouping in chosen for unit in grouping.units(weights)]
         if not found:
-            raise UserError(f"groups: {groups!r} makes no group of any selected parameter.")
+            raise UserError(f"groups: {shown(groups)} makes no group of any selected parameter.")
         factors = _factors(self.penalty, [unit for _, unit in found]) if weigh == "size" else [1.0] * len(found)
         for (kind, unit), factor in zip(found, factors, strict=True):
             scale = self._scales.setdefault((kind, factor), Scale())
@@ -223,7 +222,14 @@ class Regularizer:
 
     def strength_now(self) -> dict[str, float]:
         """The strength of each kind of group at this step."""
-        return {kind: not_negative(s(self.steps), f"strength of {kind}") for kind, s in self.schedules.items()}
+        return {kind: not_negative(self._asked(s), f"strength of {kind}") for kind, s in self.schedules.items()}
+
+    def _asked(self, schedule: Callable[[int], Any]) -> Any:
+        try:
+            return schedule(self.steps)
+        except Exception as why:
+            told = f"{shown(schedule)} can't be asked about step {self.steps}: {first_line(why)}"
+            raise UserError(f"strength: {told}.") from why
 
     @torch.no_grad()
     def stats(self) -> Stats:

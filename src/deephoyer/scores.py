@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deephoyer.errors import UserError
+from deephoyer.errors import UserError, shown
 from deephoyer.groups import Unit
 from deephoyer.penalties import wide
 from deephoyer.registry import Registry
@@ -247,7 +247,7 @@ def scores_of(units: Sequence[Unit], score: str | Score, calibration: Calibratio
     """For each unit the scores of its groups, and the scale that relative rules take them by."""
     chosen = SCORES.make(score)
     if not isinstance(chosen, Score):
-        raise UserError(f"prune: {score!r} is neither a score nor the name of one; 'magnitude' and Taylor() are.")
+        raise UserError(f"prune: {shown(score)} is neither a score nor the name of one; 'magnitude' and Taylor() are.")
     for unit in units:
         for name, tensor in _named(unit):
             if not tensor.isfinite().all():

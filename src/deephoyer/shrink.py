@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from deephoyer.cutting import Choosing, Cutter
-from deephoyer.errors import UserError
+from deephoyer.errors import UserError, shown
 from deephoyer.groups import Grouping
 from deephoyer.inference import Examples, arguments, at_rest, call
 from deephoyer.structure import Coupled
@@ -78,6 +78,8 @@ def shrink(
     >>> small[0].out_features, small.shrink_report.reached
     (16, 0.5047619047619047)
     """
+    if not isinstance(target, Target):
+        raise UserError(f"shrink: {shown(target)} is not a target; Target(macs=0.5) is.")
     if target.drop is not None and validate is None:
         raise UserError("shrink: the target allows a drop, so it needs validate=: a function that scores a model.")
     seen = None if batches is None else list(batches)

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from deephoyer.counting import LayerCounts, TotalCounts, count, layer_widths
-from deephoyer.errors import UserError
+from deephoyer.errors import UserError, true_or_false
 from deephoyer.inference import Examples, device_of
 from deephoyer.latency import Latency, measure
 from deephoyer.text_table import text_table
@@ -90,6 +90,7 @@ def summary(
     >>> summary(nn.Linear(4, 2), torch.zeros(1, 4), latency=False).total.macs_executed
     8
     """
+    true_or_false(latency, "summary: latency")
     models = [model] if baseline is None else [model, baseline]
     timed: Iterable[list[Latency]] = [[] for _ in models]
     counted = [count(m, example_inputs) for m in models]

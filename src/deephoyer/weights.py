@@ -51,7 +51,7 @@ def find_weights(model: nn.Module, parameters: str | Iterable[str] | None = None
     >>> [w.name for w in find_weights(nn.Linear(3, 2), "*")]
     ['weight', 'bias']
     """
-    patterns = _patterns(parameters)
+    patterns = patterns_of(parameters)
     default = _default(model)
     placed = {id(tensor): place for tensor, place in reversed(default.values())}
     found: dict[int, Weight] = {}
@@ -61,18 +61,16 @@ def find_weights(model: nn.Module, parameters: str | Iterable[str] | None = None
         wanted = _wanted(name, patterns or (), unmatched, only_out and name in default)
         if not wanted or id(tensor) in found or not (tensor.requires_grad or frozen):
             continue
-        if is_lazy(tensor):
-            raise UserError(f"{name} has no shape yet, as its layer is lazy: run one batch through the model first.")
         _refuse_unusable(name, tensor)
         if tensor.numel():
             found[id(tensor)] = Weight(name, tensor, *placed.get(id(tensor), (0, 1, 1)))
     positive = {p for p in unmatched if not p.startswith("!")}
     if positive:
         names = [n for n, _ in named_parameters(model)]
-        shown = ", ".join(names[:6]) + (", …" if len(names) > 6 else "")
-        raise UserError(f"parameters: no parameter matches {sorted(positive)[0]!r}. The model has {shown or 'none'}.")
+        some = ", ".join(names[:6]) + (", …" if len(names) > 6 else "")
+        raise UserError(f"parameters: no parameter matches {shown(sorted(positive)[0])}. There is {some or 'none'}.")
     if not found and patterns:
-        raise UserError(f"parameters: {', '.join(map(repr, patterns))} leaves no trainable parameter to work on.")
+        raise UserError(f"parameters: {', '.join(map(shown, patterns[:6]))} leaves no trainable parameter to work on.")
     if not found:
         computed = _computed(model)
         if computed:
@@ -181,22 +179,26 @@ def with_values(model: nn.Module, meta: bool = False) -> nn.Module:
     """The module inside wrappers; a `UserError` where a tensor of it is stored sparse, or is on the meta device."""
     model = unwrap(model)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.layout != torch.strided or (tensor.is_meta and not meta and not is_lazy(tensor)):
+        if is_lazy(tensor) or tensor.layout != torch.strided or (tensor.is_meta and not meta):
             _refuse_unusable(name, tensor)
     return model
 
 
-def _patterns(parameters: Any) -> list[str] | None:
+def patterns_of(parameters: Any, key: str = "parameters") -> list[str] | None:
+    """A glob pattern or several as a list; None where nothing is said."""
     if parameters is None or isinstance(parameters, str):
         return None if parameters is None else [parameters]
-    patterns = list(parameters) if isinstance(parameters, Iterable) else [parameters]
+    several = isinstance(parameters, Iterable) and not isinstance(parameters, Tensor)
+    patterns = list(parameters) if several else [parameters]
     if not all(isinstance(p, str) for p in patterns):
-        raise UserError(f"parameters: {shown(parameters)} is neither a glob pattern nor a list of them.")
+        raise UserError(f"{key}: {shown(parameters)} is neither a glob pattern nor a list of them.")
     return patterns
 
 
 def _refuse_unusable(name: str, tensor: Tensor) -> None:
     """What has no real values of its own can be neither regularized nor pruned."""
+    if is_lazy(tensor):
+        raise UserError(f"{name} has no shape yet, as its layer is lazy: run one batch through the model first.")
     if tensor.is_meta:
         raise UserError(f"{name} is on the meta device and has no values yet: load or initialize the model first.")
     if tensor.layout != torch.strided:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deephoyer.errors import UserError
+from deephoyer.errors import UserError, first_line, shown
 from deephoyer.export.container import seal, unseal
 from deephoyer.export.manifest import Manifest, MaskForm, Packed, validate
 from deephoyer.export.tensors import pack, pack_mask, same_tensors, unpack, unpack_mask
@@ -45,6 +45,8 @@ def save(
     >>> torch.equal(load(folder + "/small.safetensors", model=nn.Linear(3, 2)).weight, model.weight)
     True
     """
+    if provenance is not None and not isinstance(provenance, Mapping):
+        raise UserError(f"save: provenance is {shown(provenance)}; it must be a mapping of what JSON can hold.")
     content = encode(model, masks or {}, dict(provenance or {}))
     write_atomically(path, content)
     return len(content)
@@ -176,5 +178,5 @@ def _plain(provenance: dict[str, Any]) -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads(json.dumps(provenance, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as why:
-        raise UserError(f"save: provenance must be what JSON can hold: {why}.") from None
+        raise UserError(f"save: provenance must be what JSON can hold: {first_line(why)}.") from None
     return found

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deephoyer.errors import UserError, unknown
+from deephoyer.errors import UserError, one_of, shown, true_or_false
 from deephoyer.inference import Examples, outside_inference_mode
 from deephoyer.pretrained import note_shape
 from deephoyer.structure.channels import IN, OUT, ChannelGraph, Place
@@ -91,10 +91,10 @@ def compact(
       (2): Linear(in_features=2, out_features=2, bias=True)
     )
     """
-    if joints not in JOINTS:
-        raise unknown("kind of joint", joints, JOINTS)
+    one_of("kind of joint", joints, JOINTS)
+    true_or_false(exact, "compact: exact")
     if groups is not None and not isinstance(groups, Coupled):
-        raise UserError(f"compact: groups is {groups!r}; it must be a `Coupled` made from this model, or left out.")
+        raise UserError(f"compact: groups is {shown(groups)}; it must be a `Coupled` of this model, or left out.")
     if groups is not None and groups.graph.exact != exact:
         raise UserError(f"compact: exact={exact}, but the groups were made with exact={groups.graph.exact}.")
     model = with_values(model)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deephoyer.errors import UserError
+from deephoyer.errors import UserError, true_or_false
 from deephoyer.groups import Grouping, Slices, SliceUnit, Unit
 from deephoyer.inference import Examples, call, outside_inference_mode
 from deephoyer.structure.channels import ChannelGraph, ChannelSet, Place
@@ -42,8 +42,8 @@ class Coupled(Grouping):
 
     def __init__(self, model: nn.Module, example_inputs: Examples, exact: bool = True):
         """Without `exact`, channels that a layer norm is over may go too, though it is not the same function then."""
-        self.model, self.exact = with_values(model), exact
-        self.graph = proven(self.model, example_inputs, exact)
+        self.model, self.exact = with_values(model), true_or_false(exact, "coupled: exact")
+        self.graph = proven(self.model, example_inputs, self.exact)
         self._wired = self.graph.wired()
 
     def _meant(self, one: ChannelSet) -> bool:

@@ -36,7 +36,7 @@ def register(name: str, maker: Callable[..., nn.Module], input_shape: tuple[int,
     _INPUT_SHAPES[name] = input_shape
 
 
-def make(name: str, **settings: Any) -> nn.Module:
+def make(name: str, /, **settings: Any) -> nn.Module:
     """The network called `name`, freshly initialised.
 
     >>> sum(p.numel() for p in make("lenet-300-100").parameters() if p.dim() > 1)
