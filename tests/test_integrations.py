@@ -226,6 +226,39 @@ def test_the_hugging_face_trainer_by_steps_ends_at_the_target(tmp_path):
     trainer_of(tmp_path, callback, max_steps=20, eval_strategy="steps", eval_steps=5).train()
     assert callback.report.reached == pytest.approx(0.3, rel=0.02) and callback.report.score < 0
     assert callback.small(x=X)["logits"].shape == (2, 3)
+    loaded = dh.load(tmp_path / "small.safetensors", model=Classifier())
+    assert torch.equal(loaded(x=X)["logits"], callback.small(x=X)["logits"])
+
+
+def test_after_training_the_hugging_face_trainer_has_the_smaller_model_and_its_folder_too(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    from deephoyer.integrations.transformers import PlanCallback
+
+    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = transformers.BertConfig(vocab_size=20, max_position_embeddings=8, num_labels=2, **shape)
+    torch.manual_seed(0)
+    model = transformers.BertForSequenceClassification(config)
+    whole = sum(p.numel() for p in model.bert.encoder.parameters())
+    rows = [{"input_ids": torch.tensor([i % 20, 3, 5, 7]), "labels": i % 2} for i in range(16)]
+    example = {"input_ids": torch.tensor([[1, 2, 3, 4]])}
+    callback = PlanCallback(Target(parameters=0.7), example, rounds=1)
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path / "out"),
+        num_train_epochs=3,
+        per_device_train_batch_size=8,
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+        save_strategy="no",
+    )
+    trainer = transformers.Trainer(model, arguments, train_dataset=rows, eval_dataset=rows, callbacks=[callback])
+    trainer.train()
+    assert trainer.model is model and sum(p.numel() for p in model.bert.encoder.parameters()) < whole
+    assert trainer.evaluate()["eval_loss"] > 0
+    expected = model.eval()(**example).logits
+    assert torch.equal(dh.from_pretrained(tmp_path / "out")(**example).logits, expected)
+    trainer.save_model(str(tmp_path / "again"))
+    assert torch.equal(dh.from_pretrained(tmp_path / "again")(**example).logits, expected)
 
 
 def test_the_hugging_face_callback_tells_what_does_not_go(tmp_path):

@@ -152,13 +152,15 @@ class LayerTimes:
     """
 
     def __init__(self, layer: nn.Module, shape: tuple[int, ...], mode: str = "eager", channels_last: bool = False):
-        self.layer, self.shape, self.mode, self.channels_last = layer, shape, mode, channels_last
+        self.shape, self.mode, self.channels_last = shape, mode, channels_last
         self.convolution = not isinstance(layer, nn.Linear)
         self.groups = int(getattr(layer, "groups", 1))
         weight = layer.weight
         assert isinstance(weight, Tensor)
-        self.weight = weight
+        self.device, self.dtype = weight.device, weight.dtype
         self.whole = (int(weight.shape[0]), int(weight.shape[1]))
+        self.layer: Any = layer
+        self.layer = self._narrowed(*self.whole)  # what is timed has no weights of the network's to hold on to
         self._seen: dict[tuple[int, int], float] = {}
         self._grids = tuple(sorted({max(1, round(n * f)) for f in FRACTIONS}) for n in self.whole)
 
@@ -189,31 +191,30 @@ class LayerTimes:
         if not out or not into:
             return 0.0
         if (out, into) not in self._seen:
-            with torch.device("meta"):
-                layer = self._narrowed(out, into)
+            layer = self._narrowed(out, into)
             shape = list(self.shape)
-            shape[-(self.weight.dim() - 1) if self.convolution else -1] = getattr(layer, "in_channels", into)
-            what = f"{layer!r} of {shape} {self.weight.dtype}{' channels last' if self.channels_last else ''}"
+            shape[1 - layer.weight.dim() if self.convolution else -1] = getattr(layer, "in_channels", into)
+            what = f"{layer!r} of {shape} {self.dtype}{' channels last' if self.channels_last else ''}"
             made = functools.partial(self._made, layer, shape)
-            self._seen[out, into] = _remembered(what, self.weight.device, self.mode, made)
+            self._seen[out, into] = _remembered(what, self.device, self.mode, made)
         return self._seen[out, into]
 
     def _made(self, layer: nn.Module, shape: list[int]) -> tuple[nn.Module, Examples]:
         """The layer with random weights, and inputs of this shape."""
-        weight = self.weight
-        layer = layer.to_empty(device=weight.device).to(weight.dtype).eval()
-        with torch.no_grad(), torch.random.fork_rng(devices=[weight.device] if weight.is_cuda else []):
+        layer = layer.to_empty(device=self.device).to(self.dtype).eval()
+        with torch.no_grad(), torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             for tensor in layer.parameters():
                 tensor.normal_()
-            x = torch.randn(shape, device=weight.device, dtype=weight.dtype)
+            x = torch.randn(shape, device=self.device, dtype=self.dtype)
         if self.channels_last:
             layer, x = layer.to(memory_format=torch.channels_last), x.contiguous(memory_format=torch.channels_last)
         return layer, x
 
-    def _narrowed(self, out: int, into: int) -> nn.Module:
-        layer: Any = self.layer
+    def _narrowed(self, out: int, into: int) -> Any:
+        """A plain layer of these widths, without weights."""
+        layer = self.layer
         if not self.convolution:
-            return nn.Linear(into, out, bias=layer.bias is not None)
+            return nn.Linear(into, out, bias=layer.bias is not None, device="meta")
         groups = max(1, round(self.groups * out / self.whole[0])) if self.groups > 1 else 1
         out = max(1, out // groups) * groups
         plain = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[layer.weight.dim() - 3]  # a class of its own may ask for other things
@@ -227,6 +228,7 @@ class LayerTimes:
             groups,
             layer.bias is not None,
             layer.padding_mode,
+            device="meta",
         )
 
 

@@ -1,11 +1,13 @@
 """A plan as a callback of Hugging Face's `Trainer`.
 
     callback = PlanCallback(dh.Target(parameters=0.5), example_inputs, monitor="eval_accuracy")
-    Trainer(model, args, callbacks=[callback], ...).train()
-    small = callback.small
+    trainer = Trainer(model, args, callbacks=[callback], ...)
+    trainer.train()
+    small = dh.from_pretrained(args.output_dir)
 
-The plan counts epochs, or steps where the arguments have `max_steps`. Its state is written into each of the trainer's
-checkpoints, and read from there when training is resumed.
+After training the trainer's own model is the smaller one, so that `evaluate`, `predict`, `save_model` and `push_to_hub`
+go on with it; it is written to the output folder as well. The plan counts epochs, or steps where the arguments have
+`max_steps`. Its state is written into each of the trainer's checkpoints, and read from there when training is resumed.
 """
 
 from __future__ import annotations
@@ -18,12 +20,15 @@ from torch import nn
 from transformers import TrainerCallback
 
 from deephoyer.errors import UserError
+from deephoyer.export import save
 from deephoyer.inference import Examples
 from deephoyer.plan import Plan, PlanReport
 from deephoyer.targets import Target
 
 STATE = "deephoyer_plan.pt"
 """The plan's file in a checkpoint's folder."""
+SMALL = "small.safetensors"
+"""The smaller model's file in the output folder, where it is none of Hugging Face's own; `dh.load` reads it."""
 
 
 class PlanCallback(TrainerCallback):
@@ -112,7 +117,15 @@ class PlanCallback(TrainerCallback):
             torch.save(self._there().state_dict(), folder / STATE)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.small = self._there().finish()
+        plan = self._there()
+        self.small = plan.finish()
+        plan.model.__dict__.update(self.small.__dict__)  # the trainer hands out its model, which nobody can exchange
+        if not state.is_world_process_zero:
+            return
+        if callable(own := getattr(self.small, "save_pretrained", None)):
+            own(args.output_dir)
+        else:
+            save(self.small, Path(args.output_dir) / SMALL)
 
     def _there(self) -> Plan:
         assert self.plan is not None, "training has begun"
