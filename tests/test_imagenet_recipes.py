@@ -6,6 +6,8 @@ import torch
 import image_folders
 from deephoyer.lab import models, recipe
 from deephoyer.lab.recipe import Command
+from deephoyer.lab.report.literature import Reported
+from deephoyer.lab.report.paper_tables import paper_table
 from deephoyer.lab.report.publish import publish
 from deephoyer.lab.runs import checkpoint
 from deephoyer.lab.train.result import finish
@@ -52,7 +54,17 @@ def test_the_papers_table_by_layer_is_made_from_a_record(tmp_path, photos, comma
     assert status == 0 and list(rows)[2:] == [*(row["name"] for row in result["sparse"]["rows"]), "total"]
     for row in result["sparse"]["rows"]:
         assert f" {row['nonzeros']:,} |" in rows[row["name"]]
-    assert "| 0.781M |" in rows["fc1"] and "ours: paper/alexnet" in rows["layer"]
+    assert "| 0.781M |" in rows["fc1"] and "ours: paper/alexnet on folder" in rows["layer"]
+    elsewhere = record.model_copy(update={"tags": ("best",)})
+    here = elsewhere.model_copy(update={"recipe": {**record.recipe, "data": "imagenet"}})
+    vars(here).pop("settings", None)  # as if it had been read like that
+    for given, shown in ((elsewhere, False), (here, True)):
+        made = paper_table("alexnet").table([given])
+        titles = [column.header for column in made.columns]
+        own = [row for row in made.rows if not isinstance(row, Reported)]
+        assert bool(own) == shown and titles.count("top-5, %") == 1
+    cells = {column.header: column.cell(own[0]) for column in made.columns}
+    assert cells["top-5, %"] == f"{100 * record.measured.top5:.2f}" and cells["top-5 error, points more"] is None
 
 
 @pytest.mark.parametrize("penalty", PENALTIES)

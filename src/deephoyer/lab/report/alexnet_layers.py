@@ -43,7 +43,8 @@ def _column(header: str, cells: Mapping[str, str]) -> Column[str]:
 
 def _title(record: Record) -> str:
     top5 = "" if record.measured.top5 is None else f", {record.measured.top5:.1%} top-5"
-    return f"ours: {record.row}, {record.measured.accuracy:.1%} top-1{top5}"
+    where = "" if record.data == "imagenet" else f" on {record.data}"
+    return f"ours: {record.row}{where}, {record.measured.accuracy:.1%} top-1{top5}"
 
 
 def _nonzeros(record: Record) -> dict[str, str]:

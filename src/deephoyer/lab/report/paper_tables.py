@@ -33,11 +33,12 @@ LONGEST_WORDS = 96
 
 @dataclass(frozen=True)
 class PaperTable:
-    """One of the paper's tables: a network, what is counted in it, and the accuracy to keep where one is asked for."""
+    """One of the paper's tables: a network on data, what is counted in it, and the accuracy to keep, if any."""
 
     name: str
     title: str
     network: str
+    data: str
     reported: tuple[Reported, ...]
     counts: str
     dense: int
@@ -54,7 +55,7 @@ class PaperTable:
 
     def series(self, records: Iterable[Record]) -> list[Series]:
         """Ours of this network and kind, whether or not they stand in the table."""
-        own = (r for r in records if r.network == self.network)
+        own = (r for r in records if r.network == self.network and r.data == self.data)
         return gather([r for r in own if self.floor is None or self._same_kind(r)], self.size_of)
 
     def _same_kind(self, record: Record) -> bool:
@@ -74,21 +75,21 @@ def capacity(series: Series) -> str | None:
 TABLES = {
     table.name: table
     for table in (
-        PaperTable("lenet-300-100-elements", "LeNet-300-100, single weights", "lenet-300-100",
+        PaperTable("lenet-300-100-elements", "LeNet-300-100, single weights", "lenet-300-100", "mnist",
                    literature.LENET_300_100_ELEMENTS, "nonzeros", 266_200, False, 0.984),
-        PaperTable("lenet-5-elements", "LeNet-5, single weights", "lenet-5",
+        PaperTable("lenet-5-elements", "LeNet-5, single weights", "lenet-5", "mnist",
                    literature.LENET_5_ELEMENTS, "nonzeros", 430_500, False, 0.992),
-        PaperTable("lenet-300-100-structure", "LeNet-300-100, structure", "lenet-300-100",
+        PaperTable("lenet-300-100-structure", "LeNet-300-100, structure", "lenet-300-100", "mnist",
                    literature.LENET_300_100_STRUCTURE, "MACs", 266_200, True, 0.982),
-        PaperTable("lenet-5-structure", "LeNet-5, structure", "lenet-5",
+        PaperTable("lenet-5-structure", "LeNet-5, structure", "lenet-5", "mnist",
                    literature.LENET_5_STRUCTURE, "MACs", 2_293_000, True, 0.990),
-        PaperTable("resnet-56", "ResNet-56 on CIFAR-10", "resnet-56",
+        PaperTable("resnet-56", "ResNet-56 on CIFAR-10", "resnet-56", "cifar10",
                    literature.RESNET_56, "MACs", 125_485_696, True),
-        PaperTable("resnet-110", "ResNet-110 on CIFAR-10", "resnet-110",
+        PaperTable("resnet-110", "ResNet-110 on CIFAR-10", "resnet-110", "cifar10",
                    literature.RESNET_110, "MACs", 252_887_680, True),
-        PaperTable("alexnet", "AlexNet on ImageNet, single weights", "alexnet",
+        PaperTable("alexnet", "AlexNet on ImageNet, single weights", "alexnet", "imagenet",
                    literature.ALEXNET, "nonzeros", 60_900_000, False, 0.0),
-        PaperTable("resnet-50", "ResNet-50 on ImageNet", "resnet-50",
+        PaperTable("resnet-50", "ResNet-50 on ImageNet", "resnet-50", "imagenet",
                    literature.RESNET_50, "MACs", 4_089_184_256, True),
     )
 }  # fmt: skip
@@ -117,8 +118,16 @@ def _columns(of: PaperTable) -> list[Column[Row]]:
         _column("epoch selection", _nothing, _selection, "left"),
         _column("seeds", _nothing, lambda s: len(s.records)),
     ]
-    accuracy = {"alexnet": "top-5 error, points more", "resnet-50": "top-1, %"}.get(of.name, "accuracy, %")
-    middle = [_column(accuracy, lambda r: r.accuracy, lambda s: s.spread(lambda x: 100 * x.measured.accuracy, 2))]
+    accuracy = lambda s: s.spread(lambda x: 100 * x.measured.accuracy, 2)  # noqa: E731
+    if of.name == "alexnet":
+        middle = [
+            _column("top-5 error, points more", lambda r: r.accuracy, _nothing),
+            _column("top-5, %", _nothing, _top5),
+            _column("top-1, %", _nothing, accuracy),
+        ]
+    else:
+        title = "top-1, %" if of.data == "imagenet" else "accuracy, %"
+        middle = [_column(title, lambda r: r.accuracy, accuracy)]
     end = [_column("`deephoyer run`", _nothing, _words, "left")]
     return [*start, *middle, *(_on_cifar(of) if of.floor is None else _on_mnist(of)), *end]
 
@@ -129,18 +138,19 @@ def _selection(series: Series) -> str:
 
 def _on_mnist(of: PaperTable) -> list[Column[Row]]:
     floor = of.floor or 0
+    keeping = _column(f"seeds with {100 * floor:.1f} %, the smallest", _nothing, lambda s: _keeping(s, floor), "left")
     return [
         _column(of.counts, lambda r: r.size, lambda s: s.spread(s.size_of)),
         _column("left", lambda r: r.left, lambda s: f"{100 * s.size / of.dense:.2f} %"),
         _column("widths" if of.structural else "by layer", lambda r: r.layers, lambda s: _by_layer(of, s), "left"),
-        _column(f"seeds with {100 * floor:.1f} %, the smallest", _nothing, lambda s: _keeping(s, floor), "left"),
+        *([keeping] if floor else []),
     ]
 
 
 def _on_cifar(of: PaperTable) -> list[Column[Row]]:
     papers = lambda r: r.source == PAPER  # noqa: E731
     return [
-        _column("top-5, %", lambda r: r.top5, _nothing),
+        _column("top-5, %", lambda r: r.top5, _top5),
         _column("its start, %", lambda r: r.base, lambda s: _start(s)),
         _column("the paper's front there", _nothing, lambda s: _papers_front(of, s)),
         _column("fewer MACs, the paper's counting", lambda r: f"{r.fewer:.2f}×" if papers(r) else "",
@@ -154,6 +164,13 @@ def _on_cifar(of: PaperTable) -> list[Column[Row]]:
 
 def _nothing(row: object) -> None:
     return None
+
+
+def _top5(series: Series) -> str | None:
+    """Where there are so many classes that five guesses were counted."""
+    if any(record.measured.top5 is None for record in series.records):
+        return None
+    return series.spread(lambda record: 100 * (record.measured.top5 or 0.0), 2)
 
 
 def _words(series: Series) -> str:

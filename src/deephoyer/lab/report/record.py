@@ -180,6 +180,10 @@ class Record(_Strict):
         return str(Command(self.base, self.overrides))
 
     @property
+    def data(self) -> str:
+        return named(self.settings.data)[0]
+
+    @property
     def network(self) -> str:
         return named(self.settings.model)[0]
 
