@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from deephoyer.lab.report import run_page
 from deephoyer.lab.report.record import read_all
 from deephoyer.lab.train.result import finish
 from deephoyer.lab.train.run import Run
+from deephoyer.structure import compact_report
 
 QUICK = [
     "data={name: mnist, limit: 300}",
@@ -56,6 +58,28 @@ def test_a_page_shows_the_headline_the_layers_the_stages_and_how_to_load_the_res
         assert f'<th scope="row">{row["name"]}</th>' in text
     assert "pretrain (1–2), regularize (3–4), finetune (5–5)" in text
     assert "compact.safetensors" in text and "deephoyer run demo" in text
+
+
+def test_a_run_records_what_single_layers_take_and_the_page_shows_it(folder):
+    summary = json.loads((folder / "summary.json").read_text())
+    times = summary["layer_ms"]
+    names = {row["name"] for row in summary["sparse"]["rows"]}
+    assert times["batch"] == 64 and set(times["dense"]) == names and set(times["compact"]) <= names
+    text = run_page.write(folder)[0].read_text(encoding="utf-8")
+    assert "ms before" in text and f"{times['dense']['fc1']:.3g}" in text
+
+
+def test_a_transformers_page_shows_which_heads_stayed_in_which_layer(folder):
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+    x = torch.randn(1, 3, 16)
+    small = dh.shrink(layer, x, dh.Target(parameters=0.8), groups=dh.Heads(layer, x))
+    report = asdict(compact_report(small))
+    summary = json.loads((folder / "summary.json").read_text())
+    (folder / "summary.json").write_text(json.dumps({**summary, "compact_report": report}))
+    text = run_page.write(folder)[0].read_text(encoding="utf-8")
+    left = small.self_attn.num_heads
+    assert "Heads × layers" in text and f"<td>{left} of 4</td>" in text and text.count('stayed">■') == left
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,52 @@ def _quartiles(size: int, taken: list[float]) -> Latency:
     return Latency(size, median.item(), low.item(), high.item(), len(taken))
 
 
+def by_layer(model: nn.Module, examples: Examples, batch: int, seconds: float = 0.3) -> dict[str, float]:
+    """For each layer with weights of its own its fastest milliseconds within the network; called twice, both together.
+
+    >>> list(by_layer(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), torch.zeros(1, 4), batch=2))
+    ['0', '2']
+    """
+    place = device_of(model)
+    clock = _clock(place)
+    began: dict[str, float] = {}
+    taken: dict[str, float] = {}
+    best: dict[str, float] = {}
+
+    def start(name: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            _wait(place)
+            began[name] = clock()
+
+        return hook
+
+    def stop(name: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            _wait(place)
+            taken[name] = taken.get(name, 0.0) + (clock() - began[name]) * 1e3
+
+        return hook
+
+    hooks = []
+    for name, module in model.named_modules():
+        if any(tensor.dim() >= 2 for tensor in module.parameters(recurse=False)):
+            hooks.append(module.register_forward_pre_hook(start(name)))
+            hooks.append(module.register_forward_hook(stop(name)))
+    run = runner(model, with_batch(examples, batch))
+    until, calls = time.perf_counter() + seconds, 0
+    try:
+        with at_rest(model):
+            while calls < 3 or (calls < 100 and time.perf_counter() < until):
+                taken.clear()
+                run()
+                calls += 1
+                best = {name: min(ms, best.get(name, ms)) for name, ms in taken.items()}
+    finally:
+        for handle in hooks:
+            handle.remove()
+    return best
+
+
 @dataclass(frozen=True)
 class Share:
     """A time as a share of another, and how far off that may be (its standard error)."""
@@ -146,10 +192,7 @@ def _median(values: Sequence[float]) -> Share:
 
 
 def fastest(model: nn.Module, run: Callable[[], Any], seconds: float, at_least: int = 3, burst: int = 1) -> float:
-    """The fastest call in milliseconds: what else a machine does only adds to a time.
-
-    With `burst`, so many calls are made before an accelerator is waited for, and the time is one call's part.
-    """
+    """The fastest call in milliseconds: what else a machine does only adds to a time."""
     place = device_of(model)
     taken: list[float] = []
     with at_rest(model):
@@ -164,17 +207,25 @@ def fastest(model: nn.Module, run: Callable[[], Any], seconds: float, at_least: 
 def once(run: Callable[[], Any], place: torch.device, wall: bool = False, burst: int = 1) -> float:
     """Milliseconds of a call.
 
-    One thread on a CPU is timed by what it computes itself, not by the clock on the wall: what other processes of a
-    busy machine take in between is not its own. `wall` asks for the clock on the wall all the same.
+    `wall` asks for the clock on the wall, by which people wait. With `burst`, so many calls are made before an
+    accelerator is waited for, and the time is one call's part.
     """
-    alone = place.type == "cpu" and torch.get_num_threads() == 1 and not wall
-    clock = time.thread_time if alone else time.perf_counter
+    clock = time.perf_counter if wall else _clock(place)
     _wait(place)
     start = clock()
     for _ in range(burst):
         run()
     _wait(place)
     return (clock() - start) * 1e3 / burst
+
+
+def _clock(place: torch.device) -> Callable[[], float]:
+    """One thread on a CPU is timed by what it computes itself, not by the clock on the wall.
+
+    What other processes of a busy machine take in between is not its own.
+    """
+    alone = place.type == "cpu" and torch.get_num_threads() == 1
+    return time.thread_time if alone else time.perf_counter
 
 
 def _wait(place: torch.device) -> None:

@@ -31,12 +31,16 @@ JOINTS = ("none", "gather")
 
 @dataclass
 class SetReport:
-    """One coupled set: how many channels it had, how many went, and why it had to stay if it had to."""
+    """One coupled set: how many channels it had, how many went, and why it had to stay if it had to.
+
+    Of attention heads `heads` says which stayed; of plain channels it is None.
+    """
 
     name: str
     channels: int
     removed: int
     reason: str | None = None
+    heads: list[bool] | None = None
 
 
 @dataclass
@@ -251,10 +255,12 @@ def _with_new_biases(model: nn.Module, graph: ChannelGraph) -> ChannelGraph:
 
 
 def _sets(graph: ChannelGraph, gone: Tensor) -> list[SetReport]:
-    return [
-        SetReport(one.name, len(one.channels), int(gone[torch.tensor(one.channels)].sum()), one.reason)
-        for one in graph.sets()
-    ]
+    made = []
+    for one in graph.sets():
+        went = gone[torch.tensor(one.channels)]
+        heads = (~went).tolist() if one.heads else None
+        made.append(SetReport(one.name, len(one.channels), int(went.sum()), one.reason, heads))
+    return made
 
 
 def _inner(graph: ChannelGraph) -> list[str]:

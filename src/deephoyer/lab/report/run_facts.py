@@ -94,6 +94,10 @@ class RunFacts:
         """What hangs together, how much of it went, and why the rest stayed."""
         return list((self.summary.get("compact_report") or {}).get("sets", ()))
 
+    def heads(self) -> list[tuple[str, list[bool]]]:
+        """For each attention of a transformer which of its heads stayed."""
+        return [(one["name"], one["heads"]) for one in self.sets() if one.get("heads")]
+
     def stages(self) -> list[tuple[str, int, int]]:
         """Each stage as it was trained, with the first and the last of its epochs, counted through the whole run."""
         made: list[tuple[str, int, int]] = []

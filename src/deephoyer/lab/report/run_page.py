@@ -119,6 +119,8 @@ def run_page(facts: RunFacts) -> str:
         histograms=histograms,
         histogram_data=_script([_choice(entry) for entry in histograms]),
         sets=facts.sets(),
+        heads=facts.heads(),
+        layer_batch=(summary.get("layer_ms") or {}).get("batch", 1),
         network_file=list(summary.get("files") or ["finetuned.safetensors"])[-1],
         model_words=_model_words(summary),
         place=_place(facts.environment),

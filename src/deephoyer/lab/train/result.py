@@ -17,6 +17,7 @@ from deephoyer.errors import UserError
 from deephoyer.export import save
 from deephoyer.lab.runs.folder import RunFolder
 from deephoyer.lab.train.run import Run
+from deephoyer.latency import by_layer
 from deephoyer.masks import Masks
 from deephoyer.structure import Coupled, compact, compact_report, tidy
 from deephoyer.summary import Summary, summary
@@ -25,6 +26,8 @@ FORMAT = "deephoyer-result-2"
 COMPACT = "compact.safetensors"
 BATCHES = (1, 64, 256)
 """Batch sizes at which the dense and the compacted network are timed."""
+LAYER_BATCH = 64
+"""The one at which single layers are."""
 
 
 def recorded(folder: RunFolder) -> dict[str, Any]:
@@ -117,6 +120,11 @@ def _compacted(
         "changed_predictions": int((before != after).sum()),
         "test_images": len(after),
         "compact_report": asdict(compact_report(small)),
+        "layer_ms": {
+            "batch": LAYER_BATCH,
+            "dense": by_layer(dense, example, LAYER_BATCH),
+            "compact": by_layer(small, example, LAYER_BATCH),
+        },
     }
 
 
