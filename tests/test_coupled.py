@@ -293,7 +293,7 @@ def test_channels_that_run_through_a_layer_left_alone_stay():
 @pytest.mark.parametrize("depth", [1, 6])
 def test_a_tensor_never_has_more_axes_than_dimensions_however_deep_the_network(depth):
     layer = nn.TransformerEncoderLayer(8, 2, 12, batch_first=True)
-    follower = Follower(net := nn.TransformerEncoder(layer, depth).eval(), frozenset(), True)
+    follower = Follower(net := nn.TransformerEncoder(layer, depth).eval(), True)
     x = torch.randn(1, 5, 8)
     with torch.no_grad(), plain_attention(), Asking(follower.asks), follower:
         y = net(x) * torch.sigmoid(net(x).mean(1, keepdim=True))

@@ -67,6 +67,123 @@ def test_a_map_of_one_channel_does_not_tie_the_channels_it_is_laid_over():
     assert small.a.out_channels == 8 and largest_gap(net(x), small(x)) < 1e-12
 
 
+class Graph(nn.Module):
+    """Attention over the neighbours in a graph, and their mean, as graph libraries write them."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 8, bias=False), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.key = nn.Parameter(torch.randn(1, 8))
+
+    def forward(self, x, edges):
+        x = self.a(x)
+        score = (x * self.key).sum(-1)
+        x = x[edges[0]] * (score[edges[0]] + score[edges[1]]).sigmoid()[:, None]
+        x = torch.zeros_like(self.a.weight[:0]).new_zeros(5, x.shape[1]).index_add_(0, edges[1], x)
+        count = torch.zeros(5, dtype=x.dtype).index_add_(0, edges[1], torch.ones(len(edges[1]), dtype=x.dtype))
+        return self.c(torch.relu(self.b(x / count.clamp(min=1)[:, None].expand_as(x))))
+
+
+def test_channels_that_are_summed_up_go_when_they_are_zero_and_expanded_counts_follow_them():
+    net, edges = Graph().double().eval(), torch.tensor([[0, 1, 2, 3, 4, 0], [1, 2, 3, 4, 0, 2]])
+    inputs = (torch.randn(5, 6).double(), edges)
+    groups = dh.Coupled(net, inputs)
+    assert [unit.count for unit in groups.units()] == [8, 8]
+    dh.prune(net, dh.Density(0.5), groups=groups)
+    small = dh.compact(net, inputs, groups=groups)
+    assert small.a.out_features == 4 and small.b.out_features == 4
+    assert torch.allclose(small(*inputs), net(*inputs), atol=1e-12)
+    with torch.no_grad():  # read by nobody but the sum
+        net.b.weight[:, int(net.key[0].nonzero()[0])] = 0
+    assert torch.allclose(dh.compact(net, inputs, groups=groups)(*inputs), net(*inputs), atol=1e-12)
+
+
+class ResponseNorm(nn.Module):
+    """ConvNeXt V2's, of either layout."""
+
+    def __init__(self, width, dim):
+        super().__init__()
+        self.eps, self.dim = 1e-3, dim
+        self.weight, self.bias = nn.Parameter(torch.randn(width)), nn.Parameter(torch.randn(width))
+
+    def forward(self, x):
+        x = x.movedim(self.dim, -1)
+        r = x.norm(dim=(1, 2), keepdim=True)
+        y = x + self.bias + self.weight * x * r / (r.mean(-1, keepdim=True) + self.eps)
+        return y.movedim(-1, self.dim)
+
+
+@pytest.mark.parametrize("dim", [1, -1])
+def test_norms_of_responses_by_their_mean_lose_channels_exactly(dim, tmp_path):
+    def made():
+        convs = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 2, 1)
+        linears = nn.Linear(5, 8), nn.Linear(8, 2)
+        first, last = convs if dim == 1 else linears
+        return nn.Sequential(first, ResponseNorm(8, dim), last).double().eval()
+
+    net, x = made(), torch.randn(2, 3, 6, 5).double()
+    groups = dh.Coupled(net, x)
+    dh.prune(net, dh.Density(0.5), groups=groups)
+    small = dh.compact(net, x, groups=groups)
+    assert len(small[1].weight) == 4 and small[1].eps == pytest.approx(2e-3)
+    assert torch.allclose(small(x), net(x), atol=1e-12)
+    dh.save(small, tmp_path / "small.safetensors")
+    assert torch.equal(dh.load(tmp_path / "small.safetensors", made()).eval()(x), small(x))
+
+
+def test_parts_of_a_bias_that_are_joined_on_the_way_are_followed():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(4, 12, bias=False)
+            self.left, self.right = nn.Parameter(torch.randn(6)), nn.Parameter(torch.randn(6))
+            self.outer = nn.Linear(12, 2)
+
+        def forward(self, x):
+            return self.outer(torch.relu(self.inner(x) + torch.cat((self.left, self.right))))
+
+    assert sum(unit.count for unit in dh.Coupled(Net().eval(), torch.randn(3, 4)).units()) == 12
+
+
+def test_a_detector_that_keeps_the_other_of_two_equal_boxes_is_compacted():
+    class Detector(nn.Module):
+        """Gives the best three of its places; many have the same score but for rounding."""
+
+        def __init__(self):
+            super().__init__()
+            self.features, self.score = nn.Conv2d(3, 16, 1), nn.Conv2d(16, 1, 1)
+
+        def forward(self, images):
+            x = torch.stack(images)
+            scores = self.score(torch.relu(self.features(x))).flatten(1)
+            best, where = scores.topk(3)
+            return [{"scores": s, "boxes": torch.stack([w, w + 1], 1)} for s, w in zip(best, where, strict=True)]
+
+    net = Detector().double().eval()
+    images = [torch.randn(3, 1, 1).double().expand(3, 8, 9) * (1 + 1e-15 * torch.randn(8, 9).double())]
+    groups = dh.Coupled(net, (images,))
+    dh.prune(net, dh.Density(0.5), groups=groups)
+    small = dh.compact(net, (images,), groups=groups)
+    assert small.features.out_channels == 8
+    assert torch.allclose(small(images)[0]["scores"], net(images)[0]["scores"], atol=1e-12)
+    assert dh.summary(small, (images,), latency=False).total.macs_executed == 8 * 9 * 8 * 4
+
+
+def test_a_value_taken_out_of_given_whole_numbers_by_a_list_decides_nothing():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.layer = nn.Embedding(9, 6), nn.Linear(6, 6)
+            self.out = nn.Linear(6, 2)
+
+        def forward(self, ids):
+            if 8 in ids[:, [-1, 0]]:
+                print("a padded sentence without a mask")
+            return self.out(torch.relu(self.layer(self.table(ids))))
+
+    assert len(dh.Coupled(Net().eval(), torch.tensor([[1, 2, 3], [4, 5, 6]])).units()) == 2
+
+
 def test_an_outer_product_keeps_the_channels_of_both():
     net = Net(
         lambda net, x: net.o((net.a(x)[:, :, None] * net.b(x)[:, None, :]).flatten(1)),

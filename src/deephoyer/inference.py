@@ -96,9 +96,11 @@ def arguments(examples: Examples) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def batch_of(examples: Examples) -> int:
-    """How many examples there are: the first size of the first tensor."""
+    """How many examples there are: the first size of the first tensor, or the number of images in a list of them."""
     args, kwargs = arguments(examples)
     for value in (*args, *kwargs.values()):
+        if isinstance(value, list) and value and all(isinstance(image, Tensor) for image in value):
+            return len(value)
         if isinstance(value, Tensor) and value.dim() > 0 and len(value) > 0:
             return len(value)
     raise UserError("example inputs: there is no tensor with a batch dimension among them.")
@@ -109,6 +111,8 @@ def with_batch(examples: Examples, size: int) -> Examples:
     batch = batch_of(examples)
 
     def fit(value: Any) -> Any:
+        if isinstance(value, list) and len(value) == batch:
+            return [value[i % batch] for i in range(size)]
         if not isinstance(value, Tensor) or value.dim() == 0 or len(value) != batch:
             return value
         return value[torch.arange(size, device=value.device) % batch]

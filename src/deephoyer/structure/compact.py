@@ -166,7 +166,8 @@ def dead_channels(model: nn.Module, graph: ChannelGraph) -> Tensor:
     for name, dim in graph.places:
         dims.setdefault(name, []).append(dim)
     readers = {place: (place[0], dims[place[0]]) for place in graph.places if place in graph.reads}
-    quiet = torch.zeros(graph.count, dtype=torch.bool)  # those that must be zero, since a norm sums up their squares
+    quiet = torch.zeros(graph.count, dtype=torch.bool)  # those that must be zero, since they or their squares are added
+    quiet[list(graph.summed)] = True
     for name, (_, channels) in graph.norms.items():
         quiet[channels] = True
         dims.pop(f"{name}.weight" if name else "weight", None)  # which only scales

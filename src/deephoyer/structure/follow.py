@@ -46,13 +46,10 @@ class CannotFollow(UserError):
     """The network's channels can't be worked out; the message names the module."""
 
 
-def follow(model: nn.Module, inputs: Examples, other: frozenset[str] = frozenset(), exact: bool = True) -> ChannelGraph:
-    """The channels of a model in eval mode; the model must be a copy, since its numbers are marked.
-
-    In the modules `other`, a dimension that is seen as two is read in the second likely way.
-    """
+def follow(model: nn.Module, inputs: Examples, exact: bool = True) -> ChannelGraph:
+    """The channels of a model in eval mode; the model must be a copy, since its numbers are marked."""
     mark_settings(model)
-    follower = Follower(model, other, exact)
+    follower = Follower(model, exact)
     for tensor in tensors_in(inputs):
         if not tensor.is_floating_point() and not tensor.is_complex():
             follower.n.set_discrete(tensor)
@@ -92,10 +89,9 @@ def plain_attention() -> Iterator[None]:
 class Follower(TorchDispatchMode):
     """Sees every operation, and knows in which module it happens."""
 
-    def __init__(self, model: nn.Module, other: frozenset[str], exact: bool) -> None:
+    def __init__(self, model: nn.Module, exact: bool) -> None:
         super().__init__()
         self.n = Labels(model, exact)
-        self._other = other
         self._seen: dict[str, list[Tensor]] = {}
         self._order: dict[str, None] = {}
         self._stack: list[str] = []
@@ -108,6 +104,7 @@ class Follower(TorchDispatchMode):
         self._modules = dict(model.named_modules())
         self._wirings: dict[str, tuple[Tensor, Tensor]] = {}
         self._norms: dict[str, tuple[RmsNorm, Tensor]] = {}
+        self._whole: dict[int, Tensor] = {}  # whole numbers and masks that were computed
         self._hooks: list[RemovableHandle] = []
         for name, module in self._modules.items():
             self._hook(name, module)
@@ -194,12 +191,14 @@ class Follower(TorchDispatchMode):
     def _normalise(self, name: str, module: Any, norm: RmsNorm, x: Tensor, y: Tensor) -> None:
         """Channels that a norm by the mean square is over may go when they are zero, which nobody else asks for."""
         n = self.n
-        weight: Tensor = module.weight
-        axes = n.along(x, -1)
+        axes = n.along(x, norm.dim)
         if axes:
-            self._norms.setdefault(name, (norm, n.line(axes[0], -1)))
+            self._norms.setdefault(name, (norm, n.line(axes[0], norm.dim)))
         n.rounding = max(n.rounding, _inside(module, x), key=lambda dtype: torch.finfo(dtype).eps)
-        n.set(y, operations.meet(n, [(x.shape, n.of(x)), (weight.shape, n.of(weight))], self.where()))
+        shape = [-1 if d == norm.dim % x.dim() else 1 for d in range(x.dim())]
+        own = [p for p in module._parameters.values() if p is not None]
+        parts = [(x.shape, n.of(x)), *((p.view(shape).shape, [a.view(shape) for a in n.of(p)]) for p in own)]
+        n.set(y, operations.meet(n, parts, self.where()))
 
     def _keep_whole(self, name: str, module: nn.Module, tensors: list[Tensor]) -> None:
         """For other inputs a module may do something else: all that it has, is given and gives stays."""
@@ -237,7 +236,7 @@ class Follower(TorchDispatchMode):
         self._note_branches(func, args)
         module = self._stack[-1] if self._stack else ""
         op = Operation(func, args, kwargs, func(*args, **kwargs), self.where(), lambda size: self._heads(module, size))
-        op.first, op.asked, op.opened = module in self._other, self._asked, opened(self._modules[module])
+        op.asked, op.opened = self._asked, opened(self._modules[module])
         self._account(op)
         self._note(module, op)
         return op.out
@@ -246,6 +245,10 @@ class Follower(TorchDispatchMode):
         """Labels what the operation gave."""
         n = self.n
         n.use(op.given)
+        for tensor in op.given:
+            if id(tensor) not in self._whole and not tensor.is_floating_point() and not n.is_discrete(tensor):
+                n.set_constant(tensor)  # a list in an index, of which no operation was seen
+        self._whole.update((id(t), t) for t in op.outs if not t.is_floating_point())
         for tensor in op.outs:
             if tensor.is_floating_point() and torch.finfo(tensor.dtype).eps > torch.finfo(n.rounding).eps:
                 n.rounding = tensor.dtype
@@ -342,6 +345,7 @@ class Follower(TorchDispatchMode):
             writes=n.writes,
             fixed={number[root]: why for root, why in n.joined.reasons().items() if root in number},
             heads=channels(n.heads),
+            summed=channels(n.summed),
             touched={name: channels(axes) for name, axes in self._seen.items()},
             order=list(self._order),
             wirings=list(self._wirings),

@@ -23,8 +23,7 @@ from deephoyer.structure.sizes import Setting, counts_heads
 class Operation:
     """One call of an ATen function: `where` names the module it happened in, `asked` the sizes that its code gave.
 
-    `opened` says that the module is torch's attention, whose code is replaced when heads go; `first` that of two
-    likely ways to read a view the second is to be taken.
+    `opened` says that the module is torch's attention, whose code is replaced when heads go.
     """
 
     func: Any
@@ -34,7 +33,6 @@ class Operation:
     where: str
     counts_heads: Callable[[int], bool] = lambda size: False
     asked: Sequence[int] = ()
-    first: bool = False
     opened: bool = False
     given: list[Tensor] = field(default_factory=list)
     outs: list[Tensor] = field(default_factory=list)
@@ -186,8 +184,6 @@ def _one_shrinks(n: Labels, op: Operation, axis: Tensor, dims: list[int]) -> Ten
     left_open = [d for d in varying if asked[d] == -1]
     longest = max(varying, key=lambda d: (axis.shape[d], d))
     shrinks = (heads or left_open or [longest])[0]
-    if op.first:
-        shrinks = next(d for d in varying if d != shrinks)
     for d in varying:
         if d != shrinks:
             axis = n.tie(axis, d)
@@ -270,7 +266,7 @@ def joins_on(n: Labels, op: Operation) -> None:
         for d in range(tensor.dim()):
             if d != dim and axes[0].shape[d] > 1 and n.varies(axes[0], d):
                 axes = [n.tie(axes[0], d)]
-        row = axes[0].movedim(dim, -1).flatten(0, -2)[0]
+        row = axes[0].movedim(dim, -1).reshape(-1, axes[0].shape[dim])[0]
         rows.append(row)
         mine = [a for a in n.of(tensor) if not n.varies(a, dim)]
         others.append(([1 if d == dim else s for d, s in enumerate(tensor.shape)], [_short(n, a, dim) for a in mine]))
@@ -317,7 +313,7 @@ def meet(n: Labels, parts: Sequence[Part], where: str) -> list[Tensor]:
 def pointwise(n: Labels, op: Operation) -> None:
     target = op.outs[0]
     before = n.of(target)
-    axes = meet(n, [(t.shape, n.of(t)) for t in op.given if not n.is_made(t)], op.where)
+    axes = meet(n, [(_unexpanded(t), n.of(t)) for t in op.given if not n.is_made(t)], op.where)
     axes = [like(axis, target.dim()) for axis in axes]
     if op.func._schema.is_mutable and target._is_view() and len(before) != len(axes):
         for axis in axes:
@@ -326,18 +322,23 @@ def pointwise(n: Labels, op: Operation) -> None:
         n.set(tensor, axes if tensor.shape == target.shape else [])
 
 
+def _unexpanded(tensor: Tensor) -> list[int]:
+    """Its sizes, 1 where it was expanded: that follows what it was expanded to, as a trial shows."""
+    return [1 if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+
+
 def spatial(n: Labels, op: Operation) -> None:
     """Pooling and resizing: each channel by itself."""
     x = op.args[0]
     dims = next(int(c) for c in op.name if c.isdigit())
     if any(n.varies(axis, d) for axis in n.of(x) for d in range(-dims, 0)):
         return mixes(n, op)
-    axes = [_shortened(n, axis, range(-dims, 0)) for axis in n.of(x)]
+    axes = [shortened(n, axis, range(-dims, 0)) for axis in n.of(x)]
     for tensor in op.outs:
         n.set(tensor, axes)
 
 
-def _shortened(n: Labels, axis: Tensor, dims: Sequence[int]) -> Tensor:
+def shortened(n: Labels, axis: Tensor, dims: Sequence[int]) -> Tensor:
     for d in dims:
         axis = _short(n, axis, d)
     return axis
@@ -348,9 +349,11 @@ def reduces(n: Labels, op: Operation) -> None:
     given = op.argument("dim", 2 if "norm" in op.name else 1)
     whole = given is None or isinstance(given, float) or given == []
     dims = [d % x.dim() for d in (range(x.dim()) if whole else [given] if isinstance(given, int) else given) if x.dim()]
-    if any(n.varies(axis, d) for axis in n.of(x) for d in dims):
+    lying = [axis for axis in n.of(x) if any(n.varies(axis, d) for d in dims)]
+    if lying and op.name not in ("sum", "norm", "linalg_vector_norm"):
         return mixes(n, op)
-    axes = [_shortened(n, axis, dims) for axis in n.of(x)]
+    n.summed += lying  # to which a channel adds nothing if it is zero
+    axes = [shortened(n, axis, dims) for axis in n.of(x) if not any(axis is its for its in lying)]
     for tensor in op.outs:
         if tensor.dim() == x.dim():
             n.set(tensor, axes)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from deephoyer.structure.channel_ids import Labels
-from deephoyer.structure.operations import Operation, Part, Rule, meet, mixes
+from deephoyer.structure.operations import Operation, Part, Rule, meet, mixes, shortened
 
 
 def multiplies(n: Labels, op: Operation) -> None:
@@ -254,7 +254,11 @@ def attends(n: Labels, op: Operation) -> None:
             shape[1] = heads
         parts.append((shape, axes))
     if isinstance(mask, Tensor) and not n.is_made(mask):
-        parts.append((mask.shape, n.of(mask)))
+        tokens = [axis for axis in n.of(mask) if n.varies(axis, -1) or n.varies(axis, -2)]
+        for axis in tokens:
+            n.joined.fix(axis, f"attention in {op.where} runs over them")
+        heads_of = [shortened(n, a, (-1, -2)) for a in n.of(mask) if not any(a is t for t in tokens)]
+        parts.append(([*mask.shape[:-2], 1, 1], heads_of))
     n.heads += [axis for _, axes in parts for axis in axes]
     columns = n.along(value, -1)
     n.set(out, [*meet(n, parts, op.where), *columns])
