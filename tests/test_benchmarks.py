@@ -9,8 +9,10 @@ import epochs
 import imports
 import input_pipeline
 import regularizer
+import tiny_imagenet
 import training_step
 from deephoyer.errors import UserError
+from deephoyer.lab import recipe
 
 
 def said(module, monkeypatch, capsys, *words):
@@ -81,3 +83,23 @@ def test_reading_images_is_compared_with_training_on_them(monkeypatch, capsys, t
     record = json.loads((tmp_path / "it.json").read_text())
     assert set(record["rates"]) == {"one core", "reading alone", "training alone", "training on what is read"}
     assert all(rate > 0 for rate in record["rates"].values())
+
+
+def test_runs_on_tiny_imagenet_start_from_earlier_ones_and_nothing_is_trained_twice():
+    plan = tiny_imagenet.Plan(0.5, (), (0, 1))
+    for jobs in (list(plan.resnet()), list(plan.alexnet())):
+        made = [job.command.read() for job in jobs]
+        identities = [(one.digest(), one.seed) for one in made]
+        assert len(set(identities)) == len(jobs)
+        for i, one in enumerate(made[1:], 1):
+            start = recipe.Command.parse(one.start).read()
+            assert (start.digest(), start.seed) in identities[:i]
+    as_shipped = list(tiny_imagenet.Plan(1, (), (0,)).resnet())
+    assert as_shipped[0].command.read().digest() == recipe.read("parts/resnet-50-tiny-dense").digest()
+
+
+def test_what_would_not_end_in_time_is_not_begun_and_told(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    out = said(tiny_imagenet, monkeypatch, capsys, "--seconds", "0", "--out", "table.json")
+    assert out.count("not yet: ") > 20 and "not yet: alexnet, dense, start : would take" in out
+    assert json.loads((tmp_path / "table.json").read_text())["rows"] == [] and not (tmp_path / "runs").exists()

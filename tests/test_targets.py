@@ -4,6 +4,8 @@ import dataclasses
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from typer.testing import CliRunner
 
@@ -165,7 +167,7 @@ def test_a_layer_that_is_zero_already_is_told():
         targets.value_for(targets.density(net, 0.2), net, StdRatio)
 
 
-def test_a_deep_network_is_measured_a_dozen_times_for_its_thousands_of_groups():
+def test_a_deep_network_is_measured_a_few_times_for_its_thousands_of_groups():
     model, coupled = uneven("resnet-110")
     goal = targets.macs(model, X, 0.4, coupled)
     tries = []
@@ -175,7 +177,24 @@ def test_a_deep_network_is_measured_a_dozen_times_for_its_thousands_of_groups():
         return tries[-1]
 
     found = targets.value_for(dataclasses.replace(goal, measure=counted), model, StdRatio, coupled)
-    assert found.number <= 0.4 and len(tries) <= 13 and len(targets.borders(StdRatio, scored(model, coupled)[1])) > 2000
+    assert found.number <= 0.4 and len(tries) <= 4 and len(targets.borders(StdRatio, scored(model, coupled)[1])) > 2000
+
+
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=40), st.integers(0, 30), st.data())
+def test_an_estimate_however_wrong_changes_no_outcome_and_a_right_one_is_asked_twice(sizes, bound, drawn):
+    sizes = sorted(sizes, reverse=True)
+    guesses = drawn.draw(st.lists(st.integers(0, 30), min_size=len(sizes), max_size=len(sizes)))
+    first = next((i for i, size in enumerate(sizes) if size <= bound), len(sizes))
+
+    def place(estimated):
+        at, asked = [0], []
+        goal = targets.Goal("size", lambda: asked.append(at[0]) or sizes[at[0]], bound)
+        goal = dataclasses.replace(goal, estimate=(lambda: estimated[at[0]]) if estimated else None)
+        tries = targets._Tries(goal, nn.Linear(1, 1), lambda value: at.__setitem__(0, value))
+        return tries.first_kept(range(len(sizes))), asked
+
+    assert place(None)[0] == place(guesses)[0] == first
+    assert place(sizes)[0] == first and len(place(sizes)[1]) <= 2
 
 
 TINY = [
