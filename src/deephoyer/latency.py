@@ -113,7 +113,7 @@ def by_layer(model: nn.Module, examples: Examples, batch: int, seconds: float = 
     until, calls = time.perf_counter() + seconds, 0
     try:
         with at_rest(model):
-            while calls < 3 or (calls < 100 and time.perf_counter() < until):
+            while calls < 2 or (calls < 100 and time.perf_counter() < until):
                 taken.clear()
                 run()
                 calls += 1
