@@ -83,7 +83,9 @@ def count(model: nn.Module, examples: Examples | None = None) -> tuple[list[Laye
     rows = [_row(modules, weight, None if used is None else used.get(weight.name, 0)) for weight in weights]
     first = {id(weight.tensor): i for i, weight in reversed(list(enumerate(weights)))}
     once = [rows[i] for i in sorted(first.values())]
-    rows += [_products(name, macs) for name, macs in other.items()]
+    for name, macs in other.items():  # of products without a weight the paper's counting knows nothing
+        title = f"{name} (products)".lstrip()
+        rows.append(LayerCounts(title, (), 0, 0, 0, 0, 0, 0, 0, macs_paper=0, macs_executed=macs))
     state = (t for t in model.state_dict(keep_vars=True).values() if isinstance(t, Tensor))
     stored = {_storage(part): part for tensor in state for part in _parts(tensor)}
     total = TotalCounts(
@@ -156,11 +158,6 @@ def _row(modules: Mapping[str, nn.Module], of: Weight, macs: int | None) -> Laye
         macs_executed=macs,
         convolution=isinstance(layer, (*CONVOLUTIONS, *TRANSPOSED)),
     )
-
-
-def _products(name: str, macs: int) -> LayerCounts:
-    """What a module multiplies without a weight: the paper's counting knows no such thing."""
-    return LayerCounts(f"{name} (products)".lstrip(), (), 0, 0, 0, 0, 0, 0, 0, macs_paper=0, macs_executed=macs)
 
 
 def _by_group(nonzero: Tensor, of: Weight) -> Tensor:

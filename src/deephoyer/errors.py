@@ -56,6 +56,14 @@ def one_of(kind: str, value: Any, known: Iterable[str]) -> str:
     return value
 
 
+def positive(value: Any, what: str, above: float = 0.0) -> float:
+    """The value as a float, refused if it is no finite number above 0, or above another one."""
+    number = not_negative(value, what)
+    if number <= above:
+        raise UserError(f"{what} is {shown(value)}; it must be a number above {above:g}.")
+    return number
+
+
 def positive_whole(value: Any, what: str) -> int:
     """The value as an int of 1 or more; NumPy's are taken, too."""
     try:

@@ -88,10 +88,9 @@ class _Counting(TorchDispatchMode):
             return func(*args, **kwargs)
         out = func(*args, **kwargs)
         if formula is not None:
-            parts = formula(out, args, kwargs)
+            parts = formula(out, args)
         else:
-            macs = flop_registry[packet](*args, **kwargs, out_val=out) // 2
-            parts = [(_tensors(args), macs)]
+            parts = [(_tensors(args), flop_registry[packet](*args, **kwargs, out_val=out) // 2)]
         for given, macs in parts:
             self._note(next((name for t in given if (name := self._name(t)) is not None), None), macs)
         return out
@@ -122,53 +121,33 @@ def _storage(tensor: Tensor) -> int | None:
         return None
 
 
-def _rows(tensor: Tensor) -> int:
-    return tensor.numel() // max(1, tensor.shape[-1])
-
-
 def _tensors(args: Any) -> list[Tensor]:
     return [a for a in args if isinstance(a, Tensor)]
 
 
-def _recurrent(out: Any, args: Any, kwargs: Any) -> Parts:
+def _recurrent(x: Tensor, weights: list[Tensor]) -> Parts:
     """One layer in one direction: every step multiplies by both matrices."""
-    return [([weight], _rows(args[0]) * weight.numel()) for weight in _tensors(args[1:5]) if weight.dim() == 2]
+    return [([w], x.numel() // max(1, x.shape[-1]) * w.numel()) for w in weights if w.dim() == 2]
 
 
-def _cudnn_recurrent(out: Any, args: Any, kwargs: Any) -> Parts:
-    return [([weight], _rows(args[0]) * weight.numel()) for weight in args[1] if weight.dim() == 2]
-
-
-def _times_vector(at: int) -> Callable[[Any, Any, Any], Parts]:
-    return lambda out, args, kwargs: [(_tensors(args), args[at].numel())]
-
-
-def _product(out: Any, args: Any, kwargs: Any) -> Parts:
+def _product(out: Any, args: Any) -> Parts:
     """Every output is a sum over the last dimension of the first factor."""
     return [(_tensors(args), out.numel() * args[0].shape[-1])]
 
 
-def _summed_product(out: Any, args: Any, kwargs: Any) -> Parts:
-    return [(_tensors(args), out.numel() * args[1].shape[0] * args[1].shape[-1])]
-
-
-def _formulas() -> dict[Any, Callable[[Any, Any, Any], Parts]]:
-    """By operation, those that this torch has."""
-    named = {
-        "mv": _times_vector(0),
-        "addmv": _times_vector(1),
-        "dot": _times_vector(0),
-        "vdot": _times_vector(0),
-        "addbmm": _summed_product,
-        "_int_mm": _product,
-        "_grouped_mm": _product,
-        "mkldnn_rnn_layer": _recurrent,
-        "_cudnn_rnn": _cudnn_recurrent,
-        "_weight_int8pack_mm": _product,
-        "_weight_int4pack_mm": _product,
-        "_weight_int4pack_mm_for_cpu": _product,
-    }
-    return {getattr(aten, name): formula for name, formula in named.items() if hasattr(aten, name)}
-
-
-FORMULAS = _formulas()
+_NAMED: dict[str, Callable[[Any, Any], Parts]] = {
+    "mv": lambda out, args: [(_tensors(args), args[0].numel())],
+    "addmv": lambda out, args: [(_tensors(args), args[1].numel())],
+    "dot": lambda out, args: [(_tensors(args), args[0].numel())],
+    "vdot": lambda out, args: [(_tensors(args), args[0].numel())],
+    "addbmm": lambda out, args: [(_tensors(args), out.numel() * args[1].shape[0] * args[1].shape[-1])],
+    "_int_mm": _product,
+    "_grouped_mm": _product,
+    "mkldnn_rnn_layer": lambda out, args: _recurrent(args[0], _tensors(args[1:5])),
+    "_cudnn_rnn": lambda out, args: _recurrent(args[0], args[1]),
+    "_weight_int8pack_mm": _product,
+    "_weight_int4pack_mm": _product,
+    "_weight_int4pack_mm_for_cpu": _product,
+}
+FORMULAS = {getattr(aten, name): formula for name, formula in _NAMED.items() if hasattr(aten, name)}
+"""By operation, those that this torch has; each is asked with the output and the arguments."""

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from deephoyer.errors import UserError, not_negative, shown
+from deephoyer.errors import UserError, not_negative, positive
 from deephoyer.registry import Registry
 
 
@@ -126,7 +126,7 @@ class TransformedL1(Penalty):
     device_slope = "transformed-l1"
 
     def __init__(self, a: float = 1.0):
-        self.a = _positive("transformed-l1", "a", a)
+        self.a = positive(a, "transformed-l1: a")
 
     def value(self, r: Tensor) -> Tensor:
         return ((self.a + 1) * r / (self.a + r)).sum()
@@ -142,8 +142,8 @@ class SCAD(Penalty):
     device_slope = "scad"
 
     def __init__(self, lam: float = 0.1, a: float = 3.7):
-        self.lam = _positive("scad", "lam", lam)
-        self.a = _positive("scad", "a", a, above=1.0)
+        self.lam = positive(lam, "scad: lam")
+        self.a = positive(a, "scad: a", above=1.0)
 
     def value(self, r: Tensor) -> Tensor:
         lam, a = self.lam, self.a
@@ -162,8 +162,8 @@ class MCP(Penalty):
     device_slope = "mcp"
 
     def __init__(self, lam: float = 0.1, gamma: float = 3.0):
-        self.lam = _positive("mcp", "lam", lam)
-        self.gamma = _positive("mcp", "gamma", gamma)
+        self.lam = positive(lam, "mcp: lam")
+        self.gamma = positive(gamma, "mcp: gamma")
 
     def value(self, r: Tensor) -> Tensor:
         end = self.gamma * self.lam
@@ -202,13 +202,6 @@ PENALTIES.add("transformed-l1", TransformedL1)
 PENALTIES.add("scad", SCAD)
 PENALTIES.add("mcp", MCP)
 PENALTIES.add("trimmed-l1", TrimmedL1)
-
-
-def _positive(penalty: str, name: str, value: float, above: float = 0.0) -> float:
-    number = not_negative(value, f"{penalty}: {name}")
-    if number <= above:
-        raise UserError(f"{penalty}: {name} is {shown(value)}; it must be a number above {above:g}.")
-    return number
 
 
 def hoyer(x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -44,56 +44,38 @@ class Rule:
         raise NotImplementedError
 
 
-def _stay(score: Tensor, threshold: float) -> Verdict:
-    """What is zero already never stays, so that a threshold of 0 means: what is zero now."""
-    return Verdict((score >= threshold) & (score > 0), threshold)
-
-
 @dataclass(frozen=True)
 class Threshold(Rule):
     """A rule with one number that is multiplied by a scale of each unit: the larger, the more groups go."""
 
     value: float
+    title: ClassVar[str]
+    relative: ClassVar[bool] = False
+    """Whether the scale is the unit's standard deviation, and not 1."""
+
+    @classmethod
+    def scale(cls, s: Scores) -> float:
+        return s.std if cls.relative else 1.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "value", not_negative(self.value, f"rule {self.title()}: the value"))
-
-    @staticmethod
-    def title() -> str:
-        raise NotImplementedError
-
-    @staticmethod
-    def scale(s: Scores) -> float:
-        raise NotImplementedError
+        object.__setattr__(self, "value", not_negative(self.value, f"rule {self.title}: the value"))
 
     def judge(self, scores: Sequence[Scores]) -> list[Verdict]:
-        return [_stay(s.score, self.value * self.scale(s)) for s in scores]
+        bars = [self.value * self.scale(s) for s in scores]
+        # What is zero already never stays, so that a threshold of 0 means: what is zero now.
+        return [Verdict((s.score >= bar) & (s.score > 0), bar) for s, bar in zip(scores, bars, strict=True)]
 
 
-@dataclass(frozen=True)
 class Absolute(Threshold):
     """groups whose weights are smaller than a number go"""
 
-    @staticmethod
-    def title() -> str:
-        return "absolute"
-
-    @staticmethod
-    def scale(s: Scores) -> float:
-        return 1.0
+    title = "absolute"
 
 
-@dataclass(frozen=True)
 class StdRatio(Threshold):
     """groups whose weights are smaller than a multiple of the layer's standard deviation go"""
 
-    @staticmethod
-    def title() -> str:
-        return "std-ratio"
-
-    @staticmethod
-    def scale(s: Scores) -> float:
-        return s.std
+    title, relative = "std-ratio", True
 
 
 @dataclass(frozen=True)

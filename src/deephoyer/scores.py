@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deephoyer.errors import UserError, shown
+from deephoyer.errors import UserError, positive_whole, shown
 from deephoyer.groups import Unit
 from deephoyer.penalties import wide
 from deephoyer.registry import Registry
@@ -145,7 +145,7 @@ class Snip(Score):
     """Σ|g·w| over a group: how much the loss hangs on its weights, on one batch (Lee et al. 2019)"""
 
     def __init__(self, batches: int = 1):
-        self.batches = _batches("snip", batches)
+        self.batches = positive_whole(batches, "score snip: batches")
 
     def every(self, units: Sequence[Unit], calibration: Calibration) -> list[Tensor]:
         tensors = _tensors(units)
@@ -160,7 +160,7 @@ class Taylor(Score):
     """(Σg·w)² over a group: squared first-order change of the loss if it goes, mean over batches (Molchanov 2019)"""
 
     def __init__(self, batches: int | None = None):
-        self.batches = None if batches is None else _batches("taylor", batches)
+        self.batches = None if batches is None else positive_whole(batches, "score taylor: batches")
 
     def every(self, units: Sequence[Unit], calibration: Calibration) -> list[Tensor]:
         tensors = _tensors(units)
@@ -280,7 +280,9 @@ def vectors(unit: Unit) -> Tensor:
     count, device = len(unit.sizes()), unit.tensors[0].device
     covered = unit.spread(torch.ones(count, device=device))
     if any((c > 1).any() for c in covered) or len({id(t) for t in unit.tensors}) < len(unit.tensors):
-        rows = [_members(unit, one) for one in torch.eye(count, device=device)]
+        laid = [[s > 0 for s in unit.spread(one)] for one in torch.eye(count, device=device)]
+        parts = [[wide(t)[s.expand(t.shape)] for s, t in zip(one, unit.tensors, strict=True)] for one in laid]
+        rows = [torch.cat([part.to(device) for part in one]) for one in parts]
         return nn.utils.rnn.pad_sequence(rows, batch_first=True)
     # Groups that share nothing: one spread numbers them all.
     numbers = unit.spread(torch.arange(1, count + 1, dtype=torch.float64, device=device))
@@ -292,11 +294,6 @@ def vectors(unit: Unit) -> Tensor:
     if len(set(lengths[1:])) == 1:
         return torch.cat(rows).view(count, -1)
     return nn.utils.rnn.pad_sequence(rows, batch_first=True)
-
-
-def _members(unit: Unit, one: Tensor) -> Tensor:
-    laid = unit.spread(one)
-    return torch.cat([wide(t)[(s > 0).expand(t.shape)].to(one.device) for s, t in zip(laid, unit.tensors, strict=True)])
 
 
 def _distances_of_numbers(x: Tensor) -> Tensor:
@@ -325,9 +322,3 @@ def _sizes(unit: Unit) -> Tensor:
 
 def _tensors(units: Sequence[Unit]) -> dict[int, Tensor]:
     return {id(t): t for unit in units for t in unit.tensors}
-
-
-def _batches(score: str, count: int) -> int:
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise UserError(f"score {score}: batches is {count!r}; it is a whole number, 1 or more.")
-    return count

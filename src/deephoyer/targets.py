@@ -150,7 +150,7 @@ def value_for(
         end, where = (values[-1], last) if goal.is_size else (values[0], "nothing is pruned yet")
         raise OutOfReach(
             f"prune.target: {goal.name} can't be {goal.bound:.4g}: it is {tries.number(end):.4g} "
-            f"at {rule.title()} {end:.4g}, where {where}."
+            f"at {rule.title} {end:.4g}, where {where}."
         )
     return Found(values[place], tries.number(values[place]))
 

@@ -224,7 +224,7 @@ class Prune(Part):
         """The rule whose value a target finds."""
         from deephoyer.rules import Absolute, StdRatio
 
-        known = {kind.title(): kind for kind in (StdRatio, Absolute)}
+        known = {kind.title: kind for kind in (StdRatio, Absolute)}
         if self.rule not in known:
             raise unknown("rule with a value to be found", self.rule, known)
         return known[str(self.rule)]

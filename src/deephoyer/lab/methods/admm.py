@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from deephoyer.errors import positive, positive_whole
 from deephoyer.groups import Unit
-from deephoyer.lab.methods.method import Method, Stage, portion, positive, share, whole
+from deephoyer.lab.methods.method import Method, Stage, portion, share
 from deephoyer.rules import Density, Scores
 from deephoyer.scores import Magnitude
 
@@ -26,7 +27,7 @@ class ADMM(Method):
 
     def __init__(self, rho: float = 1e-3, every: int = 3, keep: float | None = None, scope: str = "global"):
         super().__init__()
-        self.rho, self.every = positive("admm", "rho", rho), whole("admm", "every", every)
+        self.rho, self.every = positive(rho, "method admm: rho"), positive_whole(every, "method admm: every")
         self.keep, self.scope = portion("admm", "keep", keep), scope
 
     def begin(self, stage: Stage) -> None:

@@ -11,7 +11,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from deephoyer.lab.methods.method import Stage, positive, write
+from deephoyer.errors import positive
+from deephoyer.lab.methods.method import Stage, write
 from deephoyer.lab.methods.noisy_layers import (
     LOG_VARIANCE,
     ElementScore,
@@ -123,7 +124,7 @@ class GroupHorseshoe(_BayesianCompression):
 
     def __init__(self, strength: float = 1.0, warmup: int = 10, tau: float = 1e-5):
         super().__init__(strength, warmup)
-        self.tau = positive(self.title, "tau", tau)
+        self.tau = positive(tau, f"method {self.title}: tau")
 
     def starts(self, layer: nn.Module) -> dict[str, Tensor]:
         zeros = torch.zeros(groups_of(layer), device=weight_of(layer).device)

@@ -5,7 +5,8 @@ Han, Pool, Tran, Dally: Learning both weights and connections for efficient neur
 
 from __future__ import annotations
 
-from deephoyer.lab.methods.method import Method, Stage, whole
+from deephoyer.errors import positive_whole
+from deephoyer.lab.methods.method import Method, Stage
 from deephoyer.scores import Magnitude, Score
 
 
@@ -21,7 +22,7 @@ class IterativeMagnitude(Method):
 
     def __init__(self, steps: int = 5):
         super().__init__()
-        self.steps = whole("iterative-magnitude", "steps", steps)
+        self.steps = positive_whole(steps, "method iterative-magnitude: steps")
 
     def begin(self, stage: Stage) -> None:
         self.stage = stage

@@ -10,8 +10,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from deephoyer.errors import UserError
-from deephoyer.lab.methods.method import Method, Stage, multiplied, positive, write
+from deephoyer.errors import UserError, positive
+from deephoyer.lab.methods.method import Method, Stage, multiplied, write
 
 GAMMA, ZETA = -0.1, 1.1
 """The ends to which a gate in (0, 1) is stretched before it is clamped."""
@@ -27,7 +27,7 @@ class HardConcrete(Method):
 
     def __init__(self, strength: float = 0.1, beta: float = 2 / 3, closed: float = 0.1):
         super().__init__()
-        self.strength, self.beta = positive("l0", "strength", strength), positive("l0", "beta", beta)
+        self.strength, self.beta = positive(strength, "method l0: strength"), positive(beta, "method l0: beta")
         if not 0 < closed < 1:
             raise UserError(f"method l0: closed is {closed!r}; it is a share between 0 and 1.")
         self.closed = closed

@@ -151,18 +151,6 @@ def portion(method: str, name: str, value: float | None) -> float | None:
     return value
 
 
-def positive(method: str, name: str, value: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
-        raise UserError(f"method {method}: {name} is {value!r}; it is a number above 0.")
-    return value
-
-
-def whole(method: str, name: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UserError(f"method {method}: {name} is {value!r}; it is a whole number, 1 or more.")
-    return value
-
-
 def factors(unit: Unit, z: Tensor) -> list[Tensor]:
     """One factor a group, laid over the unit's tensors: what is in no group keeps its 1."""
     return [1 + laid for laid in unit.spread(z - 1)]

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from deephoyer.errors import UserError
+from deephoyer.errors import UserError, positive
 from deephoyer.groups import Unit
-from deephoyer.lab.methods.method import Method, Stage, positive
+from deephoyer.lab.methods.method import Method, Stage
 from deephoyer.scores import Calibration, Score, sums
 from deephoyer.weights import find_weights
 
@@ -32,7 +32,7 @@ class NoisyLayers(Method):
 
     def __init__(self, strength: float = 1.0, warmup: int = 10):
         super().__init__()
-        self.strength = positive(self.title, "strength", strength)
+        self.strength = positive(strength, f"method {self.title}: strength")
         if isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 0:
             raise UserError(f"method {self.title}: warmup is {warmup!r}; it is a number of epochs, 0 or more.")
         self.warmup = warmup

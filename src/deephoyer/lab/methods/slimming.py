@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from deephoyer.errors import UserError
-from deephoyer.lab.methods.method import Method, Stage, positive
+from deephoyer.errors import UserError, positive
+from deephoyer.lab.methods.method import Method, Stage
 from deephoyer.scores import NORMS, NormScale, Score
 
 
@@ -19,7 +19,7 @@ class NetworkSlimming(Method):
 
     def __init__(self, strength: float = 1e-4):
         super().__init__()
-        self.strength = positive("slimming", "strength", strength)
+        self.strength = positive(strength, "method slimming: strength")
 
     def begin(self, stage: Stage) -> None:
         norms = [m.weight for m in stage.model.modules() if isinstance(m, NORMS) and isinstance(m.weight, torch.Tensor)]

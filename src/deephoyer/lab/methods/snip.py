@@ -5,7 +5,8 @@ Lee, Ajanthan, Torr: SNIP: Single-shot network pruning based on connection sensi
 
 from __future__ import annotations
 
-from deephoyer.lab.methods.method import Method, Stage, whole
+from deephoyer.errors import positive_whole
+from deephoyer.lab.methods.method import Method, Stage
 from deephoyer.scores import Score, Snip
 
 
@@ -17,7 +18,7 @@ class SnipBeforeTraining(Method):
 
     def __init__(self, batches: int = 1):
         super().__init__()
-        self.batches = whole("snip", "batches", batches)
+        self.batches = positive_whole(batches, "method snip: batches")
 
     def begin(self, stage: Stage) -> None:
         if stage.masks is None:

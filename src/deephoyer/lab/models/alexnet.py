@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deephoyer.errors import UserError
-from deephoyer.lab.models.settings import count, share
+from deephoyer.errors import UserError, positive_whole
+from deephoyer.lab.models.settings import share
 
 
 class AlexNet(nn.Module):
@@ -30,7 +30,7 @@ class AlexNet(nn.Module):
         self.conv5 = nn.Conv2d(three, two, 3, padding=1, groups=2)
         self.fc1 = nn.Linear(two * 6 * 6, neurons)
         self.fc2 = nn.Linear(neurons, neurons)
-        self.fc3 = nn.Linear(neurons, count("classes", classes))
+        self.fc3 = nn.Linear(neurons, positive_whole(classes, "classes"))
         self.dropout = nn.Dropout(share("dropout", dropout))
         self.norm = nn.LocalResponseNorm(5) if response_norm else nn.Identity()
 

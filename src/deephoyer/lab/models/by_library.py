@@ -13,8 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from deephoyer.errors import UserError
-from deephoyer.lab.models.settings import count
+from deephoyer.errors import UserError, positive_whole
 
 DESCRIPTIONS = [
     ("torchvision:NAME", "any classification network of torchvision, like torchvision:resnet18"),
@@ -61,7 +60,7 @@ def _make_torchvision(network: str, classes: int = 1000, **settings: Any) -> nn.
     if network in ("googlenet", "inception_v3"):  # their outputs for training alone would be a second kind of result
         settings = {"aux_logits": False, "init_weights": True} | settings
     made: nn.Module = torchvision.models.get_model(
-        network, weights=None, num_classes=count("classes", classes), **settings
+        network, weights=None, num_classes=positive_whole(classes, "classes"), **settings
     )
     return made
 
@@ -78,7 +77,9 @@ def _make_timm(network: str, classes: int = 1000, **settings: Any) -> nn.Module:
 
     if "checkpoint_path" in settings:  # older versions of timm unpickle it
         raise UserError("weights come from a file that a recipe's start names, not from checkpoint_path.")
-    made: nn.Module = timm.create_model(network, pretrained=False, num_classes=count("classes", classes), **settings)
+    made: nn.Module = timm.create_model(
+        network, pretrained=False, num_classes=positive_whole(classes, "classes"), **settings
+    )
     return made
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deephoyer.lab.models.settings import count, share
+from deephoyer.errors import positive_whole
+from deephoyer.lab.models.settings import share
 
 
 class LeNet300(nn.Module):
@@ -17,7 +18,7 @@ class LeNet300(nn.Module):
         self.drop_pixels = _dropout("input_dropout", input_dropout)
         self.fc1 = nn.Linear(784, 300)
         self.fc2 = nn.Linear(300, 100)
-        self.fc3 = nn.Linear(100, count("classes", classes))
+        self.fc3 = nn.Linear(100, positive_whole(classes, "classes"))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.drop(F.relu(self.fc1(self.drop_pixels(x.flatten(1)))))
@@ -33,7 +34,7 @@ class LeNet5(nn.Module):
         self.conv1 = nn.Conv2d(1, 20, 5)
         self.conv2 = nn.Conv2d(20, 50, 5)
         self.fc1 = nn.Linear(800, 500)
-        self.fc2 = nn.Linear(500, count("classes", classes))
+        self.fc2 = nn.Linear(500, positive_whole(classes, "classes"))
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.max_pool2d(F.relu(self.conv1(x)), 2)

@@ -11,8 +11,9 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from deephoyer.errors import positive_whole
 from deephoyer.lab.models.pad_shortcut import PadShortcut
-from deephoyer.lab.models.settings import choice, count
+from deephoyer.lab.models.settings import choice
 
 CIFAR_DEPTHS = (20, 32, 44, 56, 110)
 
@@ -53,7 +54,7 @@ class CifarResNet(nn.Module):
         self.layer1 = _stage(16, 16, n, 1, shortcut)
         self.layer2 = _stage(16, 32, n, 2, shortcut)
         self.layer3 = _stage(32, 64, n, 2, shortcut)
-        self.linear = nn.Linear(64, count("classes", classes))
+        self.linear = nn.Linear(64, positive_whole(classes, "classes"))
         for module in self.modules():
             if isinstance(module, nn.Conv2d | nn.Linear):
                 nn.init.kaiming_normal_(module.weight)

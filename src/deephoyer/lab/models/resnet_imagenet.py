@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from deephoyer.errors import UserError
-from deephoyer.lab.models.settings import choice, count
+from deephoyer.errors import UserError, positive_whole
+from deephoyer.lab.models.settings import choice
 
 
 def resnet50(classes: int = 1000, stride: str = "conv2") -> nn.Module:
@@ -15,7 +15,7 @@ def resnet50(classes: int = 1000, stride: str = "conv2") -> nn.Module:
     `conv2`, or `conv1` as in the first publication ("v1").
     """
     choice("stride", stride, ("conv1", "conv2"))
-    count("classes", classes)
+    positive_whole(classes, "classes")
     try:
         from torchvision.models import resnet50 as build
     except ImportError as why:

@@ -7,13 +7,6 @@ from collections.abc import Sequence
 from deephoyer.errors import UserError, unknown
 
 
-def count(name: str, value: int) -> int:
-    """A whole number of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UserError(f"{name} is {value!r}; it must be a whole number of at least 1.")
-    return value
-
-
 def share(name: str, value: float) -> float:
     """A number from 0 to below 1."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
