@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from deephoyer import __version__
@@ -19,6 +18,7 @@ from deephoyer.errors import UserError, unknown
 from deephoyer.lab import comparison_commands, search_commands
 from deephoyer.lab.processes import end_with_parent, is_member
 from deephoyer.lab.report import commands, page_commands
+from deephoyer.lab.search_commands import errors, out
 
 app = typer.Typer(
     name="deephoyer",
@@ -28,8 +28,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-# A pipe has no width; tables are then as wide as they need to be.
-out = Console() if sys.stdout.isatty() else Console(width=160)
 
 
 @app.callback()
@@ -38,7 +36,7 @@ def deephoyer(
 ) -> None:
     """Make neural networks sparse, small and fast while they train."""
     if version:
-        out.print(__version__, highlight=False)
+        out.print(__version__)
         raise typer.Exit
 
 
@@ -51,11 +49,8 @@ def list_(
     """Shows what there is to choose from, with a line each."""
     if what == "recipes":
         for folder, title in FOLDERS.items():
-            out.print(_recipes(folder, title), highlight=False)
-        out.print(
-            "deephoyer run NAME; deephoyer list models, data, penalties, groups, scores, rules, methods or keys",
-            highlight=False,
-        )
+            out.print(_recipes(folder, title))
+        out.print("deephoyer run NAME; deephoyer list models, data, penalties, groups, scores, rules, methods or keys")
         return
     kinds = _kinds()
     if what not in kinds:
@@ -143,7 +138,7 @@ def run(
     place = folder or Path("runs") / recipes.folder_name(recipe, changes)
     first = rank() == 0  # of several processes one reports
     if first:
-        out.print(f"works in {place}", highlight=False)
+        out.print(f"works in {place}")
     job = Run(chosen, place, reporter(out) if first else Silent(), recipes.Command(recipe, tuple(changes)))
     try:
         job.execute()
@@ -156,7 +151,7 @@ def run(
     if not is_member():  # a hundred runs of a sweep need no hundred pages; `deephoyer report` makes any of them
         from deephoyer.lab.report import run_page
 
-        out.print(f"to look at: {run_page.write(place)[0]}", highlight=False)
+        out.print(f"to look at: {run_page.write(place)[0]}")
 
 
 @app.command()
@@ -175,7 +170,7 @@ def cp(
     if target.exists() and not force:
         raise UserError(f"{target} is there already; --force writes over it.")
     write_atomically(target, text.encode())
-    out.print(f"wrote {target}; run it with: deephoyer run {target}", highlight=False)
+    out.print(f"wrote {target}; run it with: deephoyer run {target}")
 
 
 @app.command()
@@ -216,13 +211,13 @@ def compact(
     small = smaller(network, example, joints=joints)
     place = target or (source if source.is_dir() else source.parent) / "compact.safetensors"
     size = save(small, place, provenance=origin)
-    out.print(measure(small, example, baseline=network).comparison(out.width), highlight=False)
+    out.print(measure(small, example, baseline=network).comparison(out.width))
     if joints != "none":
-        out.print("what the joints save, against compaction without them:", highlight=False)
-        out.print(measure(small, example, baseline=smaller(network, example)).comparison(out.width), highlight=False)
+        out.print("what the joints save, against compaction without them:")
+        out.print(measure(small, example, baseline=smaller(network, example)).comparison(out.width))
     report = compact_report(small)
     for layer, (count, why) in report.kept.items():
-        out.print(f"kept: {count} constant channels into {layer}: {why}", highlight=False)
+        out.print(f"kept: {count} constant channels into {layer}: {why}")
     out.print(
         f"{report.removed:,} channels removed, largest difference {report.error:.1e}; wrote {place}, {size:,} bytes"
     )
@@ -240,7 +235,7 @@ def export(
 
     network, example = open_network(source, model)
     difference = to_onnx(network, example, target)
-    out.print(f"wrote {target}; onnxruntime's outputs differ by {difference:.1e} at most", highlight=False)
+    out.print(f"wrote {target}; onnxruntime's outputs differ by {difference:.1e} at most")
 
 
 @app.command()
@@ -256,7 +251,7 @@ def summary(
     network, example = open_network(source, model)
     other = open_network(baseline, model)[0] if baseline else None
     counted = measure(network, example, baseline=other)
-    out.print(counted.table(out.width), counted.comparison(out.width), sep="\n", highlight=False)
+    out.print(counted.table(out.width), counted.comparison(out.width), sep="\n")
 
 
 @app.command()
@@ -276,7 +271,7 @@ def evaluate(
     lines = [f"top-1 {100 * score.accuracy:.2f} % ({score.right:,} of {score.images:,} images right)"]
     if score.top5 is not None:
         lines.append(f"top-5 {100 * score.top5:.2f} % ({score.right5:,})")
-    out.print(f"{source} on {data.name}: {', '.join(lines)}", highlight=False)
+    out.print(f"{source} on {data.name}: {', '.join(lines)}")
 
 
 for _command in (
@@ -301,23 +296,21 @@ def data(
     """Fetches a data set, checks it and keeps it; or checks one that comes with the package."""
     from deephoyer.lab.data import fetch
 
-    kept = fetch(name, source, lambda text: out.print(text, highlight=False))
-    out.print(f"{name} is whole" + (f", in {kept}" if kept else ", inside the package"), highlight=False)
+    kept = fetch(name, source, lambda text: out.print(text))
+    out.print(f"{name} is whole" + (f", in {kept}" if kept else ", inside the package"))
 
 
 def _show(result: dict[str, Any], folder: Path) -> None:
     from deephoyer.lab.train.result import tables
 
     for table in tables(result, out.width):
-        out.print(table, highlight=False)
-    out.print(f"in {folder}", highlight=False)
+        out.print(table)
+    out.print(f"in {folder}")
 
 
 def _complain(text: str) -> None:
     first, *rest = text.splitlines() or [""]
-    Console(stderr=True, soft_wrap=True).print(
-        f"deephoyer: {first}", *rest, sep="\n" + " " * 11, highlight=False, markup=False
-    )
+    errors.print(f"deephoyer: {first}", *rest, sep="\n" + " " * 11, markup=False)
 
 
 def _complain_once(why: UserError) -> None:

@@ -25,7 +25,7 @@ from deephoyer.errors import UserError, unknown
 from deephoyer.files import plain_file
 from deephoyer.lab import bounded_yaml
 from deephoyer.lab import recipe as recipes
-from deephoyer.lab.processes import Member
+from deephoyer.lab.processes import Member, Queue
 from deephoyer.lab.runs.find import RUNS
 from deephoyer.lab.schema import Recipe
 from deephoyer.lab.search import MEASURES
@@ -145,7 +145,7 @@ def read(name: str) -> Protocol:
         raise UserError(f"comparison {name}: {place}: {first.get('ctx', {}).get('error') or first['msg']}") from None
 
 
-class Comparison:
+class Comparison(Queue):
     """A queue of runs for `processes.conduct`: what is needed follows from what is there."""
 
     def __init__(self, name: str, overrides: Sequence[str] = (), only: Sequence[str] = ()):
@@ -324,9 +324,6 @@ class Comparison:
 
     def interrupted(self, member: Member) -> None:
         self._busy.discard(member.folder)
-
-    def tick(self, busy: Sequence[Member]) -> None:
-        pass
 
 
 def _json(path: Path) -> Any:

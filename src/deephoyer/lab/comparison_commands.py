@@ -46,11 +46,11 @@ def compare(
             devices = [found.device] * at_once
             base = found.protocol.base
             sweeps.run_queue(base, found.overrides, found, at_once, devices, show=show, mps=mps, say=say)
-    out.print(_table(found), highlight=False)
+    out.print(_table(found))
     if write:
         from deephoyer.lab.report import methods_page
 
-        out.print(f"kept in {methods_page.write(found)}", highlight=False)
+        out.print(f"kept in {methods_page.write(found)}")
         _draw(found.name)
         _write_page()
 
@@ -100,4 +100,4 @@ def _write_page() -> None:
 
     path = folder_at(DOCS) / "methods.md"
     write_atomically(path, methods_page.page(figures=DOCS / "figures").encode())
-    out.print(f"wrote {path}", highlight=False)
+    out.print(f"wrote {path}")

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 from deephoyer.files import folder_at
 from deephoyer.lab.train.progress import describe
@@ -86,14 +86,16 @@ class Member:
         return json.loads(path.read_text(encoding="utf-8")) if self.status == 0 and path.exists() else None
 
 
-class Queue(Protocol):
+class Queue:
     """Where members come from and where their ends are told."""
 
     def next(self) -> Member | None:
         """The next member to start; None while there is none."""
+        raise NotImplementedError
 
     def open(self) -> bool:
         """Whether `next` may still give one, now or later."""
+        raise NotImplementedError
 
     def ended(self, member: Member) -> None:
         """It has ended, for good."""
@@ -105,26 +107,17 @@ class Queue(Protocol):
         """Called several times a second, with what is running."""
 
 
-class ListedMembers:
+class ListedMembers(Queue):
     """A queue of members that are all known from the start."""
 
     def __init__(self, members: Sequence[Member]):
-        self.members, self._waiting = members, list(members)
+        self._waiting = list(members)
 
     def next(self) -> Member | None:
         return self._waiting.pop(0) if self._waiting else None
 
     def open(self) -> bool:
         return bool(self._waiting)
-
-    def ended(self, member: Member) -> None:
-        pass
-
-    def interrupted(self, member: Member) -> None:
-        pass
-
-    def tick(self, busy: Sequence[Member]) -> None:
-        pass
 
 
 def conduct(

@@ -23,7 +23,7 @@ from typing import Any
 from deephoyer.errors import UserError, first_line, unknown
 from deephoyer.files import folder_at
 from deephoyer.lab import recipe as recipes
-from deephoyer.lab.processes import Member
+from deephoyer.lab.processes import Member, Queue
 
 SILENT_AFTER = 120.0
 """Seconds without a sign of life after which a trial's worker is taken for dead."""
@@ -119,7 +119,7 @@ def goals(maximize: Sequence[str], minimize: Sequence[str]) -> list[SearchGoal]:
     return made
 
 
-class Search:
+class Search(Queue):
     """One worker's view of a study; a queue of trials for `processes.conduct`."""
 
     def __init__(
@@ -196,8 +196,8 @@ class Search:
         if not self._room():
             return None
         trial = self.study.ask()
-        if self._surplus(trial.number):
-            self._close(trial.number, "surplus")
+        if sum(t.number < trial.number for t in self._counted()) >= self.trials:
+            self._close(trial.number, "surplus")  # another worker asked at the same time for the last trial
             return None
         chosen = [axis.suggest(trial) for axis in self.axes]
         trial.set_user_attr("overrides", chosen)
@@ -244,10 +244,6 @@ class Search:
     def _room(self) -> bool:
         counted = self._counted()
         return len(counted) < self.trials or any(t.state.name == "WAITING" for t in counted)
-
-    def _surplus(self, number: int) -> bool:
-        """Whether two workers asked at the same time for the last trial, and this is the later one."""
-        return sum(t.number < number for t in self._counted()) >= self.trials
 
     def _note(self, number: int, key: str, value: Any) -> None:
         """Optuna lets only the trial's own handle write; this makes one for a trial of any worker."""
@@ -304,11 +300,6 @@ class Search:
         """Settings whose run failed, and why."""
         failed = [t for t in self._counted() if t.state.name == "FAIL"]
         return [(t.user_attrs.get("overrides", []), t.user_attrs.get("why", "its worker died")) for t in failed]
-
-
-def study_folder(recipe: str, overrides: Sequence[str], place: Path) -> Path:
-    """Where a search keeps its study and its runs when nobody says."""
-    return place / f"search-{recipes.folder_name(recipe, overrides)}"
 
 
 def _compacted(summary: dict[str, Any]) -> dict[str, Any]:

@@ -12,8 +12,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-out = Console() if sys.stdout.isatty() else Console(width=160)
-errors = Console(stderr=True, soft_wrap=True)
+# A pipe has no width; tables are then as wide as they need to be.
+out = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+errors = Console(stderr=True, soft_wrap=True, highlight=False)
 
 RecipeName = Annotated[str, typer.Argument(help="a recipe's name, or a YAML file of your own")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help="for every run")]
@@ -36,7 +37,7 @@ def sweep(
     team = sweeps.members(recipe, changes, grid or [], folder)
     with told_when_interrupted(), live_table() as live:
         sweeps.run_all(recipe, changes, team, jobs or sweeps.default_jobs(), live, mps=mps, say=say)
-    out.print(sweeps.result_table(team), highlight=False)
+    out.print(sweeps.result_table(team))
     failed = [m for m in team if m.status != 0]
     if failed:
         say(f"{len(failed)} of {len(team)} runs failed; the first: {failed[0].folder / 'log.txt'}")
@@ -70,13 +71,14 @@ def search(
     """Looks for good settings, learning from what came out; the same command goes on, or joins as another worker."""
     from deephoyer.lab import search as searches
     from deephoyer.lab import sweep as sweeps
+    from deephoyer.lab.recipe import folder_name
 
     changes = overrides or []
     axes = [searches.Axis.read(text) for text in vary or []]
     aims = searches.goals(maximize or [], minimize or [])
-    place = folder or searches.study_folder(recipe, changes, Path("runs"))
+    place = folder or Path("runs") / f"search-{folder_name(recipe, changes)}"
     study = searches.Search(recipe, changes, axes, aims, trials, place, storage, seed, silent_after)
-    out.print(f"in {place}: {study.done()} of {trials} trials are done", highlight=False)
+    out.print(f"in {place}: {study.done()} of {trials} trials are done")
     with told_when_interrupted(), live_table() as live:
         at_once = jobs or sweeps.default_jobs()
         device = study.device()
@@ -95,7 +97,7 @@ def _show(study: Any, place: Path) -> None:
     rows = study.rows()
     for chosen, values, best in sorted(rows, key=lambda row: not row[2]):
         table.add_row("●" if best else "", *(f"{value:,.6g}" for value in values), " ".join(chosen))
-    out.print(table, highlight=False)
+    out.print(table)
     for chosen, why in study.failures():
         say(f"failed: {' '.join(chosen)}: {why}")
     if len(study.aims) == 2 and rows:
@@ -103,7 +105,7 @@ def _show(study: Any, place: Path) -> None:
         from deephoyer.lab.report.figures.trials import trials
 
         drawn = save(trials([str(aim) for aim in study.aims], [(v, best) for _, v, best in rows]), place, "front")
-        out.print(f"drawn in {drawn[0]}", highlight=False)
+        out.print(f"drawn in {drawn[0]}")
 
 
 @contextmanager
@@ -128,4 +130,4 @@ def told_when_interrupted() -> Iterator[None]:
 
 
 def say(text: str) -> None:
-    errors.print(f"deephoyer: {text}", highlight=False, markup=False)
+    errors.print(f"deephoyer: {text}", markup=False)

@@ -9,12 +9,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
 from deephoyer.errors import unknown
-from deephoyer.lab.report import literature
-from deephoyer.lab.report.literature import PAPER, Reported
+from deephoyer.lab.report.literature import PAPER, Reported, reported
 from deephoyer.lab.report.record import Record
 from deephoyer.lab.report.series import Series, Size, gather
 from deephoyer.lab.report.table import Column, Table
@@ -39,11 +39,17 @@ class PaperTable:
     title: str
     network: str
     data: str
-    reported: tuple[Reported, ...]
-    counts: str
+    counts: Literal["nonzeros", "MACs"]
     dense: int
-    structural: bool
     floor: float | None = None
+
+    @property
+    def structural(self) -> bool:
+        return self.counts == "MACs"
+
+    @property
+    def reported(self) -> tuple[Reported, ...]:
+        return reported(self.name)
 
     @property
     def size_of(self) -> Size:
@@ -55,11 +61,10 @@ class PaperTable:
 
     def series(self, records: Iterable[Record]) -> list[Series]:
         """Ours of this network and kind, whether or not they stand in the table."""
-        own = (r for r in records if r.network == self.network and r.data == self.data)
-        return gather([r for r in own if self.floor is None or self._same_kind(r)], self.size_of)
-
-    def _same_kind(self, record: Record) -> bool:
-        return record.settings.regularize is not None and record.structural == self.structural
+        own = [r for r in records if r.network == self.network and r.data == self.data]
+        if self.floor is not None:
+            own = [r for r in own if r.settings.regularize is not None and r.structural == self.structural]
+        return gather(own, self.size_of)
 
     def table(self, records: Iterable[Record]) -> Table[Row]:
         own = [s for s in self.series(records) if capacity(s)]
@@ -75,24 +80,28 @@ def capacity(series: Series) -> str | None:
 TABLES = {
     table.name: table
     for table in (
-        PaperTable("lenet-300-100-elements", "LeNet-300-100, single weights", "lenet-300-100", "mnist",
-                   literature.LENET_300_100_ELEMENTS, "nonzeros", 266_200, False, 0.984),
-        PaperTable("lenet-5-elements", "LeNet-5, single weights", "lenet-5", "mnist",
-                   literature.LENET_5_ELEMENTS, "nonzeros", 430_500, False, 0.992),
-        PaperTable("lenet-300-100-structure", "LeNet-300-100, structure", "lenet-300-100", "mnist",
-                   literature.LENET_300_100_STRUCTURE, "MACs", 266_200, True, 0.982),
-        PaperTable("lenet-5-structure", "LeNet-5, structure", "lenet-5", "mnist",
-                   literature.LENET_5_STRUCTURE, "MACs", 2_293_000, True, 0.990),
-        PaperTable("resnet-56", "ResNet-56 on CIFAR-10", "resnet-56", "cifar10",
-                   literature.RESNET_56, "MACs", 125_485_696, True),
-        PaperTable("resnet-110", "ResNet-110 on CIFAR-10", "resnet-110", "cifar10",
-                   literature.RESNET_110, "MACs", 252_887_680, True),
-        PaperTable("alexnet", "AlexNet on ImageNet, single weights", "alexnet", "imagenet",
-                   literature.ALEXNET, "nonzeros", 60_900_000, False, 0.0),
-        PaperTable("resnet-50", "ResNet-50 on ImageNet", "resnet-50", "imagenet",
-                   literature.RESNET_50, "MACs", 4_089_184_256, True),
+        PaperTable(
+            "lenet-300-100-elements",
+            "LeNet-300-100, single weights",
+            "lenet-300-100",
+            "mnist",
+            "nonzeros",
+            266_200,
+            0.984,
+        ),
+        PaperTable("lenet-5-elements", "LeNet-5, single weights", "lenet-5", "mnist", "nonzeros", 430_500, 0.992),
+        PaperTable(
+            "lenet-300-100-structure", "LeNet-300-100, structure", "lenet-300-100", "mnist", "MACs", 266_200, 0.982
+        ),
+        PaperTable("lenet-5-structure", "LeNet-5, structure", "lenet-5", "mnist", "MACs", 2_293_000, 0.990),
+        PaperTable("resnet-56", "ResNet-56 on CIFAR-10", "resnet-56", "cifar10", "MACs", 125_485_696),
+        PaperTable("resnet-110", "ResNet-110 on CIFAR-10", "resnet-110", "cifar10", "MACs", 252_887_680),
+        PaperTable(
+            "alexnet", "AlexNet on ImageNet, single weights", "alexnet", "imagenet", "nonzeros", 60_900_000, 0.0
+        ),
+        PaperTable("resnet-50", "ResNet-50 on ImageNet", "resnet-50", "imagenet", "MACs", 4_089_184_256),
     )
-}  # fmt: skip
+}
 
 
 def paper_table(name: str) -> PaperTable:
@@ -104,31 +113,38 @@ def paper_table(name: str) -> PaperTable:
 # Columns
 
 
+def _nothing(row: object) -> None:
+    return None
+
+
 def _column(
-    header: str, theirs: Callable[[Reported], object], ours: Callable[[Series], object], align: str = "right"
+    header: str,
+    theirs: Callable[[Reported], object] = _nothing,
+    ours: Callable[[Series], object] = _nothing,
+    align: Literal["left", "right"] = "right",
 ) -> Column[Row]:
     """A column of rows of both kinds."""
-    return Column(header, lambda row: theirs(row) if isinstance(row, Reported) else ours(row), align)  # type: ignore[arg-type]
+    return Column(header, lambda row: theirs(row) if isinstance(row, Reported) else ours(row), align)
 
 
 def _columns(of: PaperTable) -> list[Column[Row]]:
     start = [
         _column("method", lambda r: r.method, lambda s: f"**{s.method}**", "left"),
         _column("numbers", lambda r: r.source, lambda s: CAPACITIES[capacity(s) or ""], "left"),
-        _column("epoch selection", _nothing, _selection, "left"),
-        _column("seeds", _nothing, lambda s: len(s.records)),
+        _column("epoch selection", ours=_selection, align="left"),
+        _column("seeds", ours=lambda s: len(s.records)),
     ]
     accuracy = lambda s: s.spread(lambda x: 100 * x.measured.accuracy, 2)  # noqa: E731
     if of.name == "alexnet":
         middle = [
-            _column("top-5 error, points more", lambda r: r.accuracy, _nothing),
-            _column("top-5, %", _nothing, _top5),
-            _column("top-1, %", _nothing, accuracy),
+            _column("top-5 error, points more", lambda r: r.accuracy),
+            _column("top-5, %", ours=_top5),
+            _column("top-1, %", ours=accuracy),
         ]
     else:
         title = "top-1, %" if of.data == "imagenet" else "accuracy, %"
         middle = [_column(title, lambda r: r.accuracy, accuracy)]
-    end = [_column("`deephoyer run`", _nothing, _words, "left")]
+    end = [_column("`deephoyer run`", ours=_words, align="left")]
     return [*start, *middle, *(_on_cifar(of) if of.floor is None else _on_mnist(of)), *end]
 
 
@@ -151,19 +167,15 @@ def _on_cifar(of: PaperTable) -> list[Column[Row]]:
     papers = lambda r: r.source == PAPER  # noqa: E731
     return [
         _column("top-5, %", lambda r: r.top5, _top5),
-        _column("its start, %", lambda r: r.base, lambda s: _start(s)),
-        _column("the paper's front there", _nothing, lambda s: _papers_front(of, s)),
+        _column("its start, %", lambda r: r.base, _start),
+        _column("the paper's front there", ours=lambda s: _papers_front(of, s)),
         _column("fewer MACs, the paper's counting", lambda r: f"{r.fewer:.2f}×" if papers(r) else "",
                 lambda s: f"{of.dense / s.mean(lambda x: x.measured.total.macs_paper):.2f}×"),
         _column("executed", lambda r: "" if papers(r) else f"{r.fewer:.2f}×", lambda s: f"{of.dense / s.size:.2f}×"),
-        _column("parameters", _nothing, lambda s: s.spread(lambda x: x.measured.parameters_left)),
-        _column("faster: CPU, 64", _nothing, lambda s: _faster(s, "cpu", 64)),
-        _column("GPU, 256", _nothing, lambda s: _faster(s, "cuda", 256)),
+        _column("parameters", ours=lambda s: s.spread(lambda x: x.measured.parameters_left)),
+        _column("faster: CPU, 64", ours=lambda s: _faster(s, "cpu", 64)),
+        _column("GPU, 256", ours=lambda s: _faster(s, "cuda", 256)),
     ]  # fmt: skip
-
-
-def _nothing(row: object) -> None:
-    return None
 
 
 def _top5(series: Series) -> str | None:
@@ -175,11 +187,8 @@ def _top5(series: Series) -> str | None:
 
 def _words(series: Series) -> str:
     """The words that run it again; the record's path where they are too many."""
-    return (
-        f"`{series.words}`"
-        if len(series.words) <= LONGEST_WORDS
-        else f"`{'/'.join(series.first.path.split('/')[-3:])}`"
-    )
+    record = "/".join(series.first.path.split("/")[-3:])
+    return f"`{series.words if len(series.words) <= LONGEST_WORDS else record}`"
 
 
 def _by_layer(of: PaperTable, series: Series) -> str:
@@ -238,19 +247,16 @@ def highlights(records: Iterable[Record]) -> Table[PaperTable]:
             table, [s for s in table.series(every) if tag in s.tags and s.protocol == protocol]
         )
 
+    asked = {True: "%, at times fewer MACs", False: "{} left, at %"}
     shown = [table for table in TABLES.values() if any(capacity(s) for s in table.series(every))]
     columns: list[Column[PaperTable]] = [
-        Column("", lambda table: f"{table.title}: {_asked(table)}"),
+        Column("", lambda table: f"{table.title}: {asked[table.floor is None].format(table.counts)}"),
         Column("the paper", _papers_best, "right"),
         Column("ours, its data and loss", ours("paper-data", "test-best"), "right"),
         Column("ours, best", ours("best", "test-best"), "right"),
         Column("ours, best, held-out", ours("best", "held-out"), "right"),
     ]
     return Table("highlights", columns, shown)
-
-
-def _asked(table: PaperTable) -> str:
-    return "%, at times fewer MACs" if table.floor is None else f"{table.counts} left, at %"
 
 
 def _papers_best(table: PaperTable) -> str:
@@ -296,11 +302,6 @@ def comparison(records: Iterable[Record]) -> Table[tuple[str, str, list[Series]]
         Column("left", lambda row: f"{row[2][0].size:,.0f}", "right"),
         Column("accuracy, %: test-best", by("test-best"), "right"),
         Column("held-out", by("held-out"), "right"),
-        Column("strength", lambda row: _strength(row[2][0]), "right"),
+        Column("strength", lambda row: getattr(row[2][0].first.settings.regularize, "strength", None), "right"),
     ]
     return Table("One search for all penalties", columns, found)
-
-
-def _strength(series: Series) -> object:
-    stage = series.first.settings.regularize
-    return None if stage is None else stage.strength

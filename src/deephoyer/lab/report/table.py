@@ -54,7 +54,7 @@ class Table(Generic[R]):
         headers = [self.columns[i].header for i in shown]
         bars = "|".join("---:" if self.columns[i].align == "right" else "---" for i in shown)
         lines = [[line[i] for i in shown] for line in cells]
-        return "\n".join([_joined(headers), f"|{bars}|", *map(_joined, lines)])
+        return "\n".join([markdown_row(headers), f"|{bars}|", *map(markdown_row, lines)])
 
     def csv(self) -> str:
         """Headers and cells, a line for each row."""
@@ -65,6 +65,6 @@ class Table(Generic[R]):
         return text.getvalue()
 
 
-def _joined(cells: Sequence[str]) -> str:
+def markdown_row(cells: Sequence[str]) -> str:
     safe = (cell.replace("|", "\\|") for cell in cells)
     return "|" + "|".join(f" {cell} " if cell else " " for cell in safe) + "|"
