@@ -225,9 +225,7 @@ def compact(
 
 @app.command()
 def export(
-    source: Stored,
-    target: Annotated[Path, typer.Argument(help="the .onnx file to write")],
-    model: ModelName = None,
+    source: Stored, target: Annotated[Path, typer.Argument(help="the .onnx file to write")], model: ModelName = None
 ) -> None:
     """Writes a stored network as ONNX, runs that with onnxruntime and compares the outputs."""
     from deephoyer.export import export as to_onnx

@@ -13,14 +13,7 @@ from torch import Tensor, nn
 
 from deephoyer.errors import positive
 from deephoyer.lab.methods.method import Stage, write
-from deephoyer.lab.methods.noisy_layers import (
-    LOG_VARIANCE,
-    ElementScore,
-    NoisyLayers,
-    applied,
-    drawn,
-    weight_of,
-)
+from deephoyer.lab.methods.noisy_layers import LOG_VARIANCE, ElementScore, NoisyLayers, applied, drawn, weight_of
 from deephoyer.lab.methods.variational_dropout import divergence
 from deephoyer.scores import Score
 

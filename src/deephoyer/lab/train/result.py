@@ -63,9 +63,7 @@ def finish(run: Run) -> dict[str, Any]:
         record["prune_value"] = run.state.prune_value
     origin = {"recipe": record["recipe"], "accuracy": run.state.accuracy, "protocol": run.recipe.epoch_selection}
     file = run.recipe.result_file
-    files = record["files"] = {
-        file: save(final, run.folder / file, masks=_zeros(final, run.masks), provenance=origin),
-    }
+    files = record["files"] = {file: save(final, run.folder / file, masks=_zeros(final, run.masks), provenance=origin)}
     try:
         record |= _compacted(run, example, graph, origin, files)
     except UserError as why:
