@@ -8,6 +8,7 @@ that a gradient (∂R/∂w = c_g · w with c_g = p'(r_g) / r_g) or a mask needs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -81,7 +82,7 @@ class Slices:
 
     @property
     def count(self) -> int:
-        return _product(self.shape[d] for d in self.keep)
+        return math.prod(self.shape[d] for d in self.keep)
 
     def norms(self) -> Tensor:
         drop = tuple(d for d in range(len(self.shape)) if d not in self.keep)
@@ -109,9 +110,7 @@ class SliceUnit(Unit):
     def magnitudes(self) -> Tensor:
         if len(self.parts) == 1 and self.parts[0].group is None:
             return self.parts[0].norms()
-        total = self._gather([p.norms().square() for p in self.parts])
-        alive = total > 0
-        return torch.where(alive, total, torch.ones_like(total)).sqrt() * alive
+        return _root(self._gather([p.norms().square() for p in self.parts]))
 
     def _gather(self, per_slice: Sequence[Tensor]) -> Tensor:
         total = per_slice[0].new_zeros(self.count + 1)
@@ -130,6 +129,12 @@ class SliceUnit(Unit):
     def sizes(self) -> Tensor:
         each = [torch.full((p.count,), p.tensor.numel() / p.count, device=p.tensor.device) for p in self.parts]
         return self._gather(each)
+
+
+def _root(squares: Tensor) -> Tensor:
+    """With gradient 0, and not NaN, where a square is 0."""
+    alive = squares > 0
+    return torch.where(alive, squares, torch.ones_like(squares)).sqrt() * alive
 
 
 def _bins(part: Slices, count: int) -> Tensor:
@@ -167,9 +172,7 @@ class IndexUnit(Unit):
     def magnitudes(self) -> Tensor:
         self._follow()
         x = wide(self.tensors[0]).flatten()[self._index].square()
-        total = x.new_zeros(self.count).index_add(0, self._group, x)
-        alive = total > 0
-        return torch.where(alive, total, torch.ones_like(total)).sqrt() * alive
+        return _root(x.new_zeros(self.count).index_add(0, self._group, x))
 
     def spread(self, c: Tensor) -> list[Tensor]:
         w = self.tensors[0]
@@ -289,10 +292,3 @@ def _grouping(part: Any, model: nn.Module | None, example_inputs: Any) -> Groupi
         cls = GROUPINGS[name].__name__
         raise UserError(f"groups: {name!r} needs the network's graph: pass {cls}(model, example_inputs) instead.")
     return GROUPINGS.make(part, model=model, example_inputs=example_inputs)
-
-
-def _product(numbers: Iterable[int]) -> int:
-    out = 1
-    for n in numbers:
-        out *= n
-    return out

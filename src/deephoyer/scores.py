@@ -199,7 +199,7 @@ class NormScale(Score):
             if isinstance(module, NORMS)
         }
         if all(norms.intersection(unit.names) for unit in units):
-            return [_mean(u, [wide(t).abs() if n in norms else None for n, t in _named(u)]) for u in units]
+            return [means(u, [wide(t).abs() if n in norms else None for n, t in _named(u)])[0] for u in units]
         after = calibration.norms_after("norm-scale")
         out_dims = {w.name: w.out_dim for w in find_weights(calibration.model, "*")}
         found = []
@@ -218,7 +218,7 @@ class NormScale(Score):
                     f"score norm-scale: no norm reads the output of {unit.names[0]}; leave it out with parameters=, "
                     "or take groups=Coupled(model, example_inputs)."
                 )
-            found.append(_mean(unit, values))
+            found.append(means(unit, values)[0])
         return found
 
 
@@ -305,11 +305,12 @@ def _distances_of_numbers(x: Tensor) -> Tensor:
     return torch.empty_like(ordered).scatter(0, order, ordered * (2 * i + 1 - len(x)) - below + above).to(x)
 
 
-def _mean(unit: Unit, values: Sequence[Tensor | None]) -> Tensor:
-    """For each group the mean of its elements' values, over the tensors that have some."""
+def means(unit: Unit, values: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
+    """For each group the mean of its elements' values, over the tensors that have some, and how many those are."""
     there = [torch.zeros_like(wide(t)) if v is None else v for v, t in zip(values, unit.tensors, strict=True)]
     counted = [torch.full_like(wide(t), float(v is not None)) for v, t in zip(values, unit.tensors, strict=True)]
-    return sums(unit, there) / sums(unit, counted).clamp(min=1)
+    count = sums(unit, counted)
+    return sums(unit, there) / count.clamp(min=1), count
 
 
 def _named(unit: Unit) -> Iterable[tuple[str, Tensor]]:

@@ -71,14 +71,12 @@ def find_weights(model: nn.Module, parameters: str | Iterable[str] | None = None
         raise UserError(f"parameters: no parameter matches {shown(sorted(positive)[0])}. There is {some or 'none'}.")
     if not found and patterns:
         raise UserError(f"parameters: {', '.join(map(shown, patterns[:6]))} leaves no trainable parameter to work on.")
+    if not found and (computed := _computed(model)):
+        raise UserError(
+            f"no parameters to work on: {computed[0]} is computed from other tensors (weight norm, a parametrization, "
+            "a mask of torch.nn.utils.prune). Make it plain again, or say with parameters= which are meant."
+        )
     if not found:
-        computed = _computed(model)
-        if computed:
-            raise UserError(
-                f"no parameters to work on: {computed[0]} is computed from other tensors (weight norm, a "
-                "parametrization, a mask of torch.nn.utils.prune). Make it plain again, or say with parameters= "
-                "which are meant."
-            )
         raise UserError(
             "no parameters to work on: the model has no trainable linear, convolution or recurrent weights."
         )
@@ -108,9 +106,7 @@ def left_out(model: nn.Module, covered: Iterable[str]) -> dict[str, str]:
     every = dict(named_parameters(model))
     seen = {id(every[name]) for name in names if name in every}
     default = _default(model)
-    computed = tuple(
-        _computed(model)
-    )  # 0.weight is made from 0.parametrizations.weight.original0, or from 0.weight_orig
+    computed = tuple(_computed(model))  # 0.weight, from 0.parametrizations.weight.original0 or from 0.weight_orig
     found: dict[str, str] = {}
     for name, tensor in every.items():
         if id(tensor) in seen:

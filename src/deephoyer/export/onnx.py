@@ -6,7 +6,6 @@ import contextlib
 import io
 import os
 import warnings
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from deephoyer.errors import UserError, first_line
 from deephoyer.files import write_atomically
 from deephoyer.inference import Examples, arguments, at_rest, batch_of, call, try_call, with_batch
+from deephoyer.structure.inputs import tensors_in
 from deephoyer.weights import with_values
 
 TOLERANCE = 1e-4
@@ -81,23 +81,8 @@ def _difference(model: nn.Module, content: bytes, examples: Examples) -> float:
     values = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
     names = [i.name for i in session.get_inputs()]
     theirs = session.run(None, {n: v.detach().cpu().numpy() for n, v in zip(names, values, strict=True)})
-    ours = _tensors(call(model, examples))
+    ours = tensors_in(call(model, examples))
     if len(ours) != len(theirs) or any(tuple(a.shape) != b.shape for a, b in zip(ours, theirs, strict=True)):
         raise UserError("export: onnxruntime's outputs have other shapes than the network's; nothing was written.")
-    return max((_relative(a, torch.from_numpy(b)) for a, b in zip(ours, theirs, strict=True)), default=0.0)
-
-
-def _relative(ours: Tensor, theirs: Tensor) -> float:
-    ours, theirs = ours.detach().cpu().double(), theirs.double()
-    if ours.numel() == 0:
-        return 0.0
-    return float((ours - theirs).abs().max() / ours.abs().max().clamp(min=1e-6))
-
-
-def _tensors(output: Any) -> list[Tensor]:
-    """All tensors of an output, whatever it is wrapped in, in order."""
-    if isinstance(output, Tensor):
-        return [output]
-    if isinstance(output, Mapping):
-        output = list(output.values())
-    return [t for part in output for t in _tensors(part)] if isinstance(output, list | tuple) else []
+    pairs = [(a.detach().cpu().double(), torch.from_numpy(b).double()) for a, b in zip(ours, theirs, strict=True)]
+    return max((float((a - b).abs().max() / a.abs().max().clamp(min=1e-6)) for a, b in pairs if a.numel()), default=0.0)

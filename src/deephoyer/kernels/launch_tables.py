@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -141,11 +142,7 @@ def _in_launches(keys: list[tuple[Any, ...]], counts: list[int]) -> tuple[list[L
 
 def _running(counts: Iterable[int]) -> list[int]:
     """The sum of what came before each."""
-    out, total = [], 0
-    for n in counts:
-        out.append(total)
-        total += n
-    return out
+    return list(accumulate(counts, initial=0))[:-1]
 
 
 def _repeat(order: Iterable[int], counts: list[int], device: torch.device) -> Tensor:

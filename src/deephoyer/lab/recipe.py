@@ -150,7 +150,9 @@ def _content(text: str, name: str) -> dict[str, Any]:
     try:
         content = bounded_yaml.load(text)
     except yaml.YAMLError as why:
-        raise UserError(f"recipe {name}: is not YAML: {_yaml_trouble(why)}") from None
+        mark = getattr(why, "problem_mark", None)
+        where = f"line {mark.line + 1}: " if mark else ""
+        raise UserError(f"recipe {name}: is not YAML: {where}{getattr(why, 'problem', None) or why}") from None
     if not isinstance(content, dict):
         raise UserError(f"recipe {name}: holds no keys; a recipe has model, data and at least one stage.")
     return content
@@ -196,12 +198,6 @@ def _checked(content: dict[str, Any], name: str) -> Recipe:
         raise UserError(_explain(name, why)) from None
     except (RecursionError, OverflowError) as why:
         raise UserError(f"recipe {name}: a value in it is too large or too deep ({why}).") from None
-
-
-def _yaml_trouble(why: yaml.YAMLError) -> str:
-    mark = getattr(why, "problem_mark", None)
-    where = f"line {mark.line + 1}: " if mark else ""
-    return where + str(getattr(why, "problem", None) or why)
 
 
 NAMED = ("model", "data", "penalty", "rule")

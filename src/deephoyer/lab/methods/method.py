@@ -7,7 +7,7 @@ not known here: a method sees a `Stage`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.func import functional_call
 from deephoyer.errors import UserError
 from deephoyer.groups import Grouping, Unit, groupings
 from deephoyer.masks import Masks
-from deephoyer.scores import Loss, Score
+from deephoyer.scores import Score
 from deephoyer.weights import find_weights
 
 
@@ -51,8 +51,6 @@ class Stage:
     """Prunes as the recipe's prune stage does, by a score: with 1 to its target, with 0.5 half of the way there."""
     hold: Callable[[Masks], None] | None = None
     """Holds masks from now on, in place of those held so far."""
-    batches: Callable[[], Iterable[Any]] | None = None
-    loss: Loss | None = None
 
     @property
     def fresh(self) -> bool:

@@ -7,8 +7,6 @@ So the model stays as it is, and without the hooks it computes with the means.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -17,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from deephoyer.errors import UserError, positive
 from deephoyer.groups import Unit
 from deephoyer.lab.methods.method import Method, Stage
-from deephoyer.scores import Calibration, Score, sums
+from deephoyer.scores import Calibration, Score, means
 from deephoyer.weights import find_weights
 
 LOG_VARIANCE = -9.0
@@ -54,8 +52,8 @@ class NoisyLayers(Method):
         self.tensors = {name: p.detach() for name, p in self.trained.items()}  # the same storage
         self.hooks: list[RemovableHandle] = []
         for name, layer in self.layers.items():
-            self.hooks.append(layer.register_forward_pre_hook(self._before(name)))
-            self.hooks.append(layer.register_forward_hook(self._after(name)))
+            self.hooks.append(layer.register_forward_pre_hook(lambda _, x, n=name: (self.read(n, x[0]), *x[1:])))
+            self.hooks.append(layer.register_forward_hook(lambda _, x, out, n=name: self.noisy(n, x[0], out)))
 
     def starts(self, layer: nn.Module) -> dict[str, Tensor]:
         """What is trained for a layer besides its means, and where it starts."""
@@ -103,18 +101,6 @@ class NoisyLayers(Method):
         for hook in self.hooks:
             hook.remove()
 
-    def _before(self, name: str) -> Any:
-        def hook(layer: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            return (self.read(name, inputs[0]), *inputs[1:])
-
-        return hook
-
-    def _after(self, name: str) -> Any:
-        def hook(layer: nn.Module, inputs: tuple[Tensor, ...], out: Tensor) -> Tensor:
-            return self.noisy(name, inputs[0], out)
-
-        return hook
-
 
 class ElementScore(Score):
     """a worth for every weight by itself; a group's is the mean of its weights'"""
@@ -125,11 +111,7 @@ class ElementScore(Score):
     def every(self, units: list[Unit], calibration: Calibration) -> list[Tensor]:  # type: ignore[override]
         found = []
         for unit in units:
-            here = [self.worth.get(n) for n in unit.names]
-            values = [torch.zeros_like(t) if v is None else v.to(t) for v, t in zip(here, unit.tensors, strict=True)]
-            known = [torch.full_like(t, float(v is not None)) for v, t in zip(here, unit.tensors, strict=True)]
-            count = sums(unit, known)
-            mean = sums(unit, values) / count.clamp(min=1)
+            mean, count = means(unit, [self.worth.get(name) for name in unit.names])
             # Biases and norms that stand by themselves have no worth by this method: they stay.
             found.append(torch.where(count > 0, mean, torch.full_like(mean, torch.finfo(mean.dtype).max ** 0.25)))
         return found

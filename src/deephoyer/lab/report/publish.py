@@ -80,19 +80,13 @@ def publish(
         environment={key: value for key, value in summary["environment"].items() if key != "git"},
         provenance=Provenance(commit=git.get("commit"), clean=None if not git else not git["changed"]),
         notes=tuple(notes),
-        metrics=tuple(records.thin(_metrics(folder), summary["selected"])),
+        metrics=tuple(records.thin(folder.metrics(), summary["selected"])),
     )
-    path = _free(record, results)
+    path = results / records.place(record)
+    if path.exists() and records.read(path).digest != record.digest:  # another run of the same row
+        path = results / records.place(record, taken=True)
     records.write(record, path)
     return record.model_copy(update={"path": path.as_posix()})
-
-
-def _free(record: Record, results: Path) -> Path:
-    """Its path in `results`; another one where another run of the same row is there already."""
-    path = results / records.place(record)
-    if path.exists() and records.read(path).digest != record.digest:
-        return results / records.place(record, taken=True)
-    return path
 
 
 def origin_of(recipe: Recipe) -> dict[str, Any]:
@@ -186,10 +180,3 @@ def _agree(folder: RunFolder, summary: dict[str, Any], measured: Measured, last:
 def _timings(folder: RunFolder, summary: dict[str, Any], recipe: Recipe) -> tuple[records.Timing, ...]:
     example = torch.randn(2, *models.input_shape(named(recipe.model)[0]))
     return timings(summary, load(folder / COMPACT, models.of(recipe.model)), models.of(recipe.model), example)
-
-
-def _metrics(folder: RunFolder) -> list[dict[str, Any]]:
-    try:
-        return folder.metrics()
-    except ValueError as why:
-        raise UserError(f"{folder.metrics_path}: is damaged: {why}.") from None

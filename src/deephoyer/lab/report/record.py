@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -268,18 +268,13 @@ def results_of(path: Path) -> Path:
 
 def read_all(path: Path) -> list[Record]:
     """All records under a folder; none where there is no such folder. The same run twice is refused."""
-    records = [read(file) for file in find(path)] if path.is_dir() else []
-    refuse_twins(records)
-    return records
-
-
-def refuse_twins(records: Iterable[Record]) -> None:
-    """Two records of one run would count it twice."""
     seen: dict[tuple[str, int], Record] = {}
-    for record in records:
+    for file in find(path) if path.is_dir() else ():
+        record = read(file)
         twin = seen.setdefault((record.digest, record.seed), record)
         if twin is not record:
             raise UserError(f"{record.path}: the same run as {twin.path}: {record.command}. Delete one of them.")
+    return list(seen.values())
 
 
 LINES = 12

@@ -52,10 +52,6 @@ class Series:
         return self.first.tags
 
     @property
-    def seeds(self) -> list[int]:
-        return [record.seed for record in self.records]
-
-    @property
     def words(self) -> str:
         """What stands after `deephoyer run`, but for the seed."""
         said = tuple(change for change in self.first.overrides if not change.startswith("seed="))
@@ -67,7 +63,7 @@ class Series:
 
     @cached_property
     def accuracy(self) -> float:
-        return statistics.fmean(record.measured.accuracy for record in self.records)
+        return self.mean(lambda record: record.measured.accuracy)
 
     def mean(self, of: Callable[[Record], float]) -> float:
         return statistics.fmean(of(record) for record in self.records)

@@ -95,13 +95,8 @@ def refill(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], rest
                 of[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
-def write_weights(path: Path, model: nn.Module) -> None:
-    """The weights alone, as plain safetensors that any program can read."""
-    write_tensors(path, model.state_dict())
-
-
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Tensors as plain safetensors; no file where there are none."""
+    """Tensors as plain safetensors, which any program can read; no file where there are none."""
     if tensors:
         write_atomically(path, safetensors.torch.save({n: t.cpu().contiguous() for n, t in tensors.items()}))
 
@@ -121,7 +116,9 @@ def fill(model: nn.Module, path: Path, key: str, classes_may_differ: bool = Fals
                 ours = (file.metadata() or {}).get("format") == container.FORMAT
             state = load(path, model).state_dict() if ours else safetensors.torch.load(path.read_bytes())
         own = model.state_dict()
-        _same_kinds(own, state, path, key)
+        for name, tensor in state.items():  # load_state_dict would convert without a word
+            if name in own and tensor.is_floating_point() != own[name].is_floating_point():
+                raise UserError(f"{key}: {path}: {name} is of type {tensor.dtype}, the model's of {own[name].dtype}.")
         new = _classifier(own, state) if classes_may_differ else []
         model.load_state_dict(state | {name: own[name] for name in new})
     except (OSError, safetensors.SafetensorError) as why:
@@ -129,13 +126,6 @@ def fill(model: nn.Module, path: Path, key: str, classes_may_differ: bool = Fals
     except RuntimeError as why:
         raise UserError(f"{key}: {path} does not fit the model: {str(why).splitlines()[-1].strip()}") from None
     return new
-
-
-def _same_kinds(own: Mapping[str, Tensor], state: Mapping[str, Tensor], path: Path, key: str) -> None:
-    """Whole numbers in the place of weights, or the other way round, would be converted without a word."""
-    for name, tensor in state.items():
-        if name in own and tensor.is_floating_point() != own[name].is_floating_point():
-            raise UserError(f"{key}: {path}: {name} is of type {tensor.dtype}, the model's of {own[name].dtype}.")
 
 
 def _torch_file(path: Path, key: str) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ A run that starts from another network, or learns from one, says by which words 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,9 +61,11 @@ def network(named: str | Teacher, key: str) -> Network:
         return _in_file(named.file, key, named.model)
     if is_file(named):
         return _in_file(named, key, None)
+    from deephoyer.lab.report.stored_weights import find_weights  # records come after runs; only asked when needed
+
     command = Command.parse(named)
     recipe = command.read()
-    path = _published(recipe) or _run(recipe, key, command)
+    path = find_weights(recipe.digest(), recipe.seed, RESULTS) or _run(recipe, key, command)
     if path is None:
         raise NotThere(key, command)
     return Network(path, recipe.model, recipe.epoch_selection)
@@ -89,29 +91,19 @@ def _said_by(path: Path) -> dict[str, Any]:
         return parse(beside.read_text(encoding="utf-8"), str(beside)).model_dump(mode="json")
 
 
-def _published(recipe: Recipe) -> Path | None:
-    from deephoyer.lab.report.stored_weights import find_weights  # records come after runs; only asked when needed
-
-    return find_weights(recipe.digest(), recipe.seed, RESULTS)
-
-
 def _run(recipe: Recipe, key: str, command: Command) -> Path | None:
-    for folder in _runs_of(recipe):
-        if (folder / "summary.json").exists():
-            return folder / recipe.result_file
-        raise UserError(f"{key}: the run in {folder} is not finished; `{command}` finishes it.")
-    return None
-
-
-def _runs_of(recipe: Recipe) -> Iterator[Path]:
-    """The folders of runs with the recipe's identity and seed, finished ones first."""
+    """The final network of a run with the recipe's identity and seed; one that is not finished is refused."""
     meant = {"digest": recipe.digest(), "seed": recipe.seed}
-    found = []
+    unfinished = None
     for path in sorted(RUNS.glob("*/command.json")):
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             continue
         if isinstance(content, dict) and {k: content.get(k) for k in meant} == meant:
-            found.append(path.parent)
-    return iter(sorted(found, key=lambda folder: not (folder / "summary.json").exists()))
+            if (path.parent / "summary.json").exists():
+                return path.parent / recipe.result_file
+            unfinished = unfinished or path.parent
+    if unfinished:
+        raise UserError(f"{key}: the run in {unfinished} is not finished; `{command}` finishes it.")
+    return None

@@ -141,7 +141,10 @@ class RunFolder:
     def metrics(self) -> list[dict[str, Any]]:
         if not self.metrics_path.exists():
             return []
-        return [json.loads(line) for line in self.metrics_path.read_text(encoding="utf-8").splitlines()]
+        try:
+            return [json.loads(line) for line in self.metrics_path.read_text(encoding="utf-8").splitlines()]
+        except ValueError as why:
+            raise UserError(f"{self.metrics_path}: is damaged: {why}.") from None
 
 
 def _difference(key: str, old: Any, new: Any) -> str:

@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deephoyer.errors import UserError
 from deephoyer.lab.data.dataset import Dataset
 from deephoyer.lab.data.small_images import SmallImages
 from deephoyer.lab.data.source import Source, seed_of
@@ -117,11 +116,6 @@ def _order(pool: Tensor, batch_size: int, generator: torch.Generator) -> Tensor:
 
 
 def _share(batch: int, rank: int, count: int) -> slice:
-    if batch % count:
-        raise UserError(
-            f"batch_size: {batch} images can't be divided among {count} processes; it is the number of all of them "
-            f"together, so make it a multiple of {count}."
-        )
     return slice(rank * batch // count, (rank + 1) * batch // count)
 
 

@@ -262,7 +262,7 @@ class Run:
         stage = self.state.stage
         title = TITLES[stage]
         if stage in ("pretrain", "regularize") and self.processes.main:
-            checkpoint.write_weights(self.folder / f"{title}.safetensors", self.model)
+            checkpoint.write_tensors(self.folder / f"{title}.safetensors", self.model.state_dict())
             checkpoint.write_tensors(self.folder / METHOD_FILE, self.method.state())
         score = self.score(TEST)
         self.state.accuracy[title] = score.accuracy
@@ -320,7 +320,7 @@ class Run:
         self._stage_began, self._pursued = began, pursuit
         self.progress.stage(stage, settings.epochs, self.state.epoch)
         for epoch in range(self.state.epoch, settings.epochs):
-            line = self._epoch(stage, settings, epoch, step)
+            line = self._epoch(settings, epoch, step)
             if pursuit is not None:
                 line |= pursuit.correct(line["effective_density"], self.state.epoch)
             self.state.seconds[stage] = time.monotonic() - began
@@ -382,7 +382,7 @@ class Run:
             pursuit.density = self.state.density_before
         return pursuit
 
-    def _epoch(self, stage: str, settings: Training, epoch: int, step: PlainStep) -> dict[str, Any]:
+    def _epoch(self, settings: Training, epoch: int, step: PlainStep) -> dict[str, Any]:
         began = time.monotonic()
         drawn, rank = self.draw(epoch), self.processes.rank
         self.model.train()
@@ -400,7 +400,9 @@ class Run:
         right, right5, images = self._counts(step.method)
         numbers = {"loss": step.loss, "right": right, "right5": right5, "images": images}
         if isinstance(step.regularizer, Regularizer):
-            numbers |= _numbers_of(step.regularizer)
+            with torch.no_grad():
+                numbers["penalty"] = step.regularizer.loss()
+                numbers["effective_density"] = step.regularizer.effective_density()
         if epoch + 1 < settings.epochs and self.device.type == "cuda" and self.data.in_memory:
             self.draw(epoch + 1)  # while the device is busy with this one
         found = _read(numbers)
@@ -610,11 +612,6 @@ def _data_of(recipe: Recipe, device: torch.device) -> Source:
     if found.in_memory:
         _at_hand[key] = found
     return found
-
-
-@torch.no_grad()
-def _numbers_of(regularizer: Regularizer) -> dict[str, Tensor]:
-    return {"penalty": regularizer.loss(), "effective_density": regularizer.effective_density()}
 
 
 def _read(numbers: dict[str, Tensor]) -> dict[str, float]:

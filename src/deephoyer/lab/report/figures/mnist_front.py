@@ -25,7 +25,7 @@ def mnist_front(records: Iterable[Record], protocol: str = "test-best") -> Figur
     for axes, table in zip(figure.subplots(2, 2).flat, list(TABLES.values())[:4], strict=True):
         own = [s for s in table.series(records) if s.protocol == protocol and "ablation" not in s.tags]
         _others(axes, table)
-        _ours(axes, [s for s in own if _near(table, s)])
+        _ours(axes, [s for s in own if -BELOW < 100 * (s.accuracy - (table.floor or 0)) < ABOVE])
         _finish(axes, table)
     by = {"test-best": "the epoch best on test images", "held-out": "the epoch best on held-out images"}[protocol]
     figure.suptitle(f"Accuracy against size on MNIST (ours: means over seeds, {by})", fontsize=12)
@@ -36,7 +36,7 @@ def _others(axes: Axes, table: PaperTable) -> None:
     """Reported points, with their names; the dense network is far off to the right and left out."""
     names: dict[tuple[float, float], str] = {}
     for row in sorted(table.reported[1:], key=lambda r: r.number or 0):
-        x, y = row.number or 0, row.percent or 100 * _floor(table)
+        x, y = row.number or 0, row.percent or 100 * (table.floor or 0)
         axes.plot(x, y, "x", color=GREY, markersize=6, label="_" if names else "reported", zorder=2)
         name = row.method if row.percent is not None else f"{row.method} (≈)"
         near = next((place for place in names if place[1] == y and x < 1.03 * place[0]), None)
@@ -47,14 +47,6 @@ def _others(axes: Axes, table: PaperTable) -> None:
             name, place, (-2, -6), textcoords="offset points", rotation=-58, rotation_mode="anchor",
             fontsize=7.5, color=GREY, ha="left", va="center",
         )  # fmt: skip
-
-
-def _floor(table: PaperTable) -> float:
-    return table.floor or 0
-
-
-def _near(table: PaperTable, series: Series) -> bool:
-    return -BELOW < 100 * (series.accuracy - _floor(table)) < ABOVE
 
 
 def _ours(axes: Axes, own: Sequence[Series]) -> None:
@@ -69,7 +61,7 @@ def _ours(axes: Axes, own: Sequence[Series]) -> None:
 
 
 def _finish(axes: Axes, table: PaperTable) -> None:
-    floor = 100 * _floor(table)
+    floor = 100 * (table.floor or 0)
     axes.axhline(floor, color=INK, linewidth=0.7, linestyle=":", zorder=1)
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
