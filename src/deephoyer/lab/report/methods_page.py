@@ -21,6 +21,10 @@ from deephoyer.lab.report.record import read_all
 RESULTS = Path("results") / "methods"
 LEVEL = 0.05
 NOT_RUN = "not run yet"
+PAPERS = """The paper's strengths and thresholds, Adam at 1e-3 throughout, test-best epochs. Where its appendix
+(normalised inputs) and the released scripts (raw inputs, weight decay 1e-4 while finetuning) differ, both are run.
+*Reproduced* is an accuracy that rounds to the printed one at no more than 1.05 times the size."""
+OTHERS = "What sparse variational dropout, SNIP and l0 print for these networks, with our epochs and held-out images."
 
 
 def write(found: Comparison) -> Path:
@@ -43,7 +47,7 @@ def read(name: str, results: Path = RESULTS) -> dict[str, Any] | None:
 
 def page(results: Path = RESULTS, figures: Path | None = None) -> str:
     """The whole page, as Markdown."""
-    parts = [INTRODUCTION]
+    parts = [(Path(__file__).parent / "templates" / "methods.md").read_text(encoding="utf-8").rstrip()]
     for name in comparison.names():
         protocol, content = comparison.read(name), read(name, results)
         parts += [f"## {protocol.about}", f"`deephoyer compare {name}`; all runs start from `{protocol.base}`."]
@@ -164,33 +168,3 @@ def _grid(titles: Sequence[str], lines: Sequence[Sequence[str]], words: int) -> 
 def _spread(values: Sequence[float]) -> str:
     mean = statistics.fmean(values)
     return f"{mean:.2f} ± {statistics.stdev(values):.2f}" if len(values) > 1 else f"{mean:.2f}"
-
-
-INTRODUCTION = """# Methods, by one protocol
-
-Which method to take is asked of all of them in the same way. For each network and kind of group:
-
-- **The same dense start** for every method, seed by seed (SNIP, which prunes before training, starts from the same
-  random weights).
-- **The same epochs in total**: what a method does not use for itself is finetuning.
-- **Eight settings for each method**, chosen by the mean held-out accuracy of three seeds, for each size by itself; a
-  grid whose best lies at its end goes on there. Test images decide nothing here.
-- **Three sizes**, met when idle weights are gone; a network that was trained without knowing the size serves all three.
-- **Ten fresh seeds** for the chosen setting: mean ± standard deviation of the test accuracy. *Against the best*: an
-  exact paired permutation test over the seeds, with Holm's correction for all methods of a table; *best* is said only
-  where it is told from every other.
-- *Seconds* are the method's own training and finetuning, on the machine named in the results file; methods with hooks
-  do not run in CUDA graphs, penalties do.
-
-Where others report sizes, idle weights may be counted in them; the paper's own tables are in [results.md](results.md).
-The methods are files in `src/deephoyer/lab/methods/`, each with its paper; `deephoyer list methods` has a line for
-each. NeST, SBP, trimmed-l1 Bayes, ThiNet, DCP, AMC, NISP, CP and C-SGD are not among them: what they printed is in
-results.md."""
-
-PAPERS = """The paper's strengths and thresholds, Adam at 1e-3 throughout, test-best epochs. Where its appendix
-(normalised inputs) and the released scripts (raw inputs, weight decay 1e-4 while finetuning) differ, both are run.
-*Reproduced* is an accuracy that rounds to the printed one at no more than 1.05 times the size."""
-
-OTHERS = (
-    """What sparse variational dropout, SNIP and l0 print for these networks, with our epochs and held-out images."""
-)

@@ -9,23 +9,6 @@ from deephoyer.lab.report.paper_tables import TABLES, PaperTable, comparison
 from deephoyer.lab.report.record import Record
 from deephoyer.lab.report.series import Series
 
-HEAD = """\
-# Results
-
-<!-- Made by `deephoyer table --write` from the records under results/. Don't edit it: a test compares. -->
-
-{count}; all of them, with their commands, are in `results/index.csv`.
-*Ours* are means over seeds, ± sample standard deviation, measured from the networks themselves: `deephoyer verify`
-loads each one whose weights are kept ({kept}), shows it the real test images and counts again. All other numbers are
-as their authors printed them.
-
-**Epoch selection.** *test-best* trains on all training images and keeps the epoch that is best on the test images, as
-the paper does; it flatters. *held-out* keeps a tenth of the training images out of training and selects on those; where
-test images had a say in the settings all the same, the row says so. How strengths and thresholds were chosen is in the
-[lessons](lessons.md). The last column has the words that run a row again, or its first seed's record where they are
-many.
-"""
-
 MNIST = {
     "nonzeros": "Nonzero weights, biases not counted; *by layer* are means.",
     "MACs": "Multiply-accumulates, zero filters and channels of each layer discounted (the paper's counting); *widths* "
@@ -60,7 +43,8 @@ def page(records: Sequence[Record], figures: Path) -> str:
     """The text of the page; figures that are there are shown at its end."""
     count = "One published run" if len(records) == 1 else f"{len(records)} published runs"
     kept = sum(record.weights.file is not None for record in records)
-    parts = [HEAD.format(count=count, kept=kept)]
+    head = (Path(__file__).parent / "templates" / "results.md").read_text(encoding="utf-8")
+    parts = [head.format(count=count, kept=kept)]
     parts += [section(table, records) for table in TABLES.values()]
     search = comparison(records)
     if search.rows:
