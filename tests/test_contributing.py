@@ -10,6 +10,7 @@ from torch import nn
 import deephoyer as dh
 from deephoyer.groups import GROUPINGS
 from deephoyer.lab.data import DATASETS
+from deephoyer.lab.methods import METHODS, Stage
 from deephoyer.penalties import PENALTIES
 from deephoyer.scores import SCORES
 
@@ -19,7 +20,7 @@ EXAMPLES = re.findall(r"```python\n(.*?)```", TEXT, re.S)
 
 @pytest.fixture(scope="module", autouse=True)
 def followed():
-    registries = [r._makers for r in (PENALTIES, GROUPINGS, SCORES, DATASETS)]
+    registries = [r._makers for r in (PENALTIES, GROUPINGS, SCORES, DATASETS, METHODS)]
     before = [dict(makers) for makers in registries]
     for example in EXAMPLES:
         exec(example, {"__name__": "example"})
@@ -47,6 +48,25 @@ def test_the_grouping_takes_its_setting():
 def test_the_score_prunes():
     masks = dh.prune(nn.Linear(6, 4), dh.Density(0.5), "filters", score="largest")
     assert masks["weight"].any(1).sum() == 2
+
+
+def test_the_score_that_asks_for_gradients_prunes_by_them():
+    model = nn.Linear(6, 4, bias=False)
+    batch, weights = torch.randn(8, 6), torch.arange(4.0)  # the first output does not count
+    loss = lambda model, x: (model(x) * weights).sum()  # noqa: E731
+    masks = dh.prune(model, dh.Density(0.75), "filters", score="fisher", batches=[batch], loss=loss)
+    assert masks["weight"].any(1).tolist() == [False, True, True, True]
+
+
+def test_the_method_cuts_before_every_epoch_but_the_first_and_a_little_less_each_time():
+    seen = []
+    method = METHODS.make("gradual")
+    stage = Stage("regularize", nn.Linear(2, 2), ["elements"], epochs=4)
+    stage.cut, stage.hold = (lambda done, score: seen.append(done)), (lambda masks: None)
+    method.begin(stage)
+    for epoch in range(4):
+        method.before_epoch(epoch)
+    assert seen == [1 - 0.75**3, 1 - 0.5**3, 1 - 0.25**3]
 
 
 def test_the_data_set_has_images():

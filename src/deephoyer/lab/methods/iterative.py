@@ -30,7 +30,6 @@ class IterativeMagnitude(Method):
     def before_epoch(self, epoch: int) -> None:
         done = cuts_by(epoch, self.stage.epochs, self.steps)
         if done > cuts_by(epoch - 1, self.stage.epochs, self.steps):
-            assert self.stage.cut is not None and self.stage.hold is not None
             self.stage.hold(self.stage.cut(done / self.steps, Magnitude()))
 
     def score(self, stage: Stage) -> Score:

@@ -22,6 +22,10 @@ from deephoyer.scores import Score
 from deephoyer.weights import find_weights
 
 
+def _not_here(*_: Any) -> Any:
+    raise UserError("a method that prunes while it trains needs a run, whose prune stage says how.")
+
+
 @dataclass
 class Stage:
     """What a method may know of the training it takes part in, and what it may ask for."""
@@ -47,9 +51,9 @@ class Stage:
     """The share of the weights that may stay in the end, where the recipe says it."""
     masks: Masks | None = None
     """What is zero already."""
-    cut: Callable[[float, Score], Masks] | None = None
+    cut: Callable[[float, Score], Masks] = _not_here
     """Prunes as the recipe's prune stage does, by a score: with 1 to its target, with 0.5 half of the way there."""
-    hold: Callable[[Masks], None] | None = None
+    hold: Callable[[Masks], None] = _not_here
     """Holds masks from now on, in place of those held so far."""
 
     @property

@@ -22,7 +22,6 @@ class SnipBeforeTraining(Method):
 
     def begin(self, stage: Stage) -> None:
         if stage.masks is None:
-            assert stage.cut is not None and stage.hold is not None
             stage.hold(stage.cut(1.0, Snip(self.batches)))
 
     def score(self, stage: Stage) -> Score | None:
