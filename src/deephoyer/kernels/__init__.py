@@ -1,4 +1,4 @@
-"""The closed-form gradient of every regularizer, fast. `choose` picks a backend; all of them give the same numbers.
+"""The closed-form gradient of every regularizer, fast. `choose` loads a backend; all of them give the same numbers.
 
 | backend  | what it is                                                 | where                       |
 |----------|------------------------------------------------------------|-----------------------------|
@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from deephoyer.errors import unknown
-from deephoyer.kernels.foreach import Foreach
 from deephoyer.kernels.plain import Plain
 from deephoyer.terms import Term
 
@@ -46,7 +45,11 @@ def choose(terms: Sequence[Term], backend: str = "auto") -> Backend:
         from deephoyer.kernels.triton import Triton
 
         return Triton(terms)
-    return Auto(terms) if backend == "auto" else Plain(terms) if backend == "plain" else Foreach(terms)
+    if backend == "foreach":
+        from deephoyer.kernels.foreach import Foreach
+
+        return Foreach(terms)
+    return Auto(terms) if backend == "auto" else Plain(terms)
 
 
 class Auto:
