@@ -61,8 +61,6 @@ def stage_of(model, **settings):
             "keep": 0.25,
             "cut": cut,
             "hold": held.append,
-            "batches": lambda: [(X, Y)],
-            "loss": loss,
             **settings,
         }
     )

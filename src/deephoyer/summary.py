@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -96,13 +96,11 @@ def summary(
     counted = [count(m, example_inputs) for m in models]
     if latency and example_inputs is not None:
         timed = measure(models, example_inputs, batch_sizes, seconds)
-    parts = [
+    own, *before = (
         Summary(rows, total, layer_widths(rows), times, str(device_of(m)))
         for m, (rows, total), times in zip(models, counted, timed, strict=True)
-    ]
-    before = parts[1] if baseline is not None else None
-    own = parts[0]
-    return Summary(own.rows, own.total, own.layer_widths, own.latency, own.device, dict(accuracy or {}), before)
+    )
+    return replace(own, accuracy=dict(accuracy or {}), baseline=before[0] if before else None)
 
 
 def _layers_table(s: Summary) -> str:
@@ -111,7 +109,7 @@ def _layers_table(s: Summary) -> str:
     titles = ["layer", "shape", *counts, *macs, "bytes stored"]
     lines = []
     for r in s.rows:
-        live = [_of(r.live_filters, r.filters), _of(r.live_channels, r.channels)]
+        live = [f"{r.live_filters:,} of {r.filters:,}", f"{r.live_channels:,} of {r.channels:,}"]
         shape = "×".join(map(str, r.shape))
         lines.append([r.name or "(model)", shape, *_counts(r), *live, *_macs(r), f"{r.bytes_stored:,}"])
     stored = f"{s.total.bytes_stored:,}"
@@ -136,17 +134,14 @@ def _macs(r: LayerCounts | TotalCounts) -> list[str]:
     return [] if r.macs_executed is None else [f"{r.macs_paper:,}", f"{r.macs_executed:,}"]
 
 
-def _of(live: int, whole: int) -> str:
-    return f"{live:,} of {whole:,}"
-
-
 def _comparison_table(s: Summary, short: bool) -> str:
     b = s.baseline
     titles = ["", ""] if b is None else ["", "before", "after", "÷" if short else "before ÷ after"]
     lines = []
     for what, brief, get in _LINES:
-        before = None if b is None else get(b.total)
-        lines.append([brief if short else what, *_line(get(s.total), before, b is not None)])
+        after, before = get(s.total), None if b is None else get(b.total)
+        cells = [_number(after)] if b is None else [_number(before), _number(after), _ratio(before, after)]
+        lines.append([brief if short else what, *cells])
     for i, own in enumerate(s.latency):
         other = b.latency[i] if b is not None and i < len(b.latency) else None
         ratio = _ratio(other.median_ms if other else None, own.median_ms)
@@ -170,12 +165,6 @@ _LINES: list[tuple[str, str, Callable[[TotalCounts], int | None]]] = [
     ("bytes in memory", "bytes in memory", lambda t: t.bytes_dense),
     ("bytes stored (without the file's header)", "bytes stored", lambda t: t.bytes_stored),
 ]
-
-
-def _line(after: int | None, before: int | None, compared: bool) -> list[str]:
-    if not compared:
-        return [_number(after)]
-    return [_number(before), _number(after), _ratio(before, after)]
 
 
 def _number(n: int | None) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 from deephoyer.errors import UserError
 
 BINS = 40
+COUNTED = ("filters", "channels", "live_filters", "live_channels", "weights", "nonzeros")
 
 
 @dataclass(frozen=True)
@@ -73,15 +74,10 @@ class RunFacts:
             now, then = left.get(row["name"]), dense.get(row["name"], row)
             made.append(
                 {
+                    **{key: row[key] for key in COUNTED},
                     "name": row["name"] or "(model)",
-                    "filters": row["filters"],
-                    "channels": row["channels"],
-                    "live_filters": row["live_filters"],
-                    "live_channels": row["live_channels"],
                     "filters_left": None if now is None else now["filters"],
                     "channels_left": None if now is None else now["channels"],
-                    "weights": row["weights"],
-                    "nonzeros": row["nonzeros"],
                     "macs": then.get("macs_executed"),
                     "macs_left": None if now is None else now.get("macs_executed"),
                     "ms": (times.get("dense") or {}).get(row["name"]),

@@ -58,20 +58,17 @@ class Teachers:
         who = "the teacher" if len(self.teachers) == 1 else f"{len(self.teachers)} teachers"
         self.table: Tensor | None = None
         self.compiled = Compiled(())
-        if not isinstance(data, Dataset):
-            if keep:
+        if keep:
+            if not isinstance(data, Dataset):
                 raise UserError("distill.keep: these images are cropped anew each time, so no answer can be kept.")
-            say(f"asks {who} about each batch")
-            self._make_ready(compiled)
-        elif keep:
             say(f"reads what {who} said of every image in {len(positions)} positions, or asks in as many passes")
             self.table = self._table_on_disk(data, positions, flips, compiled, say)
-        elif len(positions) > most_passes:
-            say(f"asks {who} about each batch")
-            self._make_ready(compiled)
-        else:
+        elif isinstance(data, Dataset) and len(positions) <= most_passes:
             say(f"asks {who} about every image in {len(positions)} positions; on a CPU that may take minutes")
             self.table = torch.stack([self._everywhere(self.teachers, data, at, half=False) for at in positions])
+        else:
+            say(f"asks {who} about each batch")
+            self._make_ready(compiled)
 
     def _table_on_disk(
         self, data: Dataset, positions: list[Position], flips: bool, compiled: bool, say: Callable[[str], None]

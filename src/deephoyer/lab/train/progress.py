@@ -35,8 +35,8 @@ TOLD_EVERY = 30.0
 class Lines(Silent):
     """A line every so often and one for each stage's end, for logs and pipes."""
 
-    def __init__(self, console: Console, every: float = TOLD_EVERY):
-        self.console, self.every = console, every
+    def __init__(self, console: Console):
+        self.console = console
         self.name, self.epochs, self._told = "", 0, time.monotonic()
 
     def note(self, text: str) -> None:
@@ -47,7 +47,7 @@ class Lines(Silent):
 
     def epoch(self, metrics: dict[str, Any]) -> None:
         now, done = time.monotonic(), metrics["epoch"]
-        if done < self.epochs and now - self._told < self.every:
+        if done < self.epochs and now - self._told < TOLD_EVERY:
             return
         self._told = now
         count = counted(self.epochs, "epoch") if done == self.epochs else f"{done} of {counted(self.epochs, 'epoch')}"

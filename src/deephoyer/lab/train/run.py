@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import cached_property, partial
 from pathlib import Path
@@ -264,28 +264,23 @@ class Run:
         if stage in ("pretrain", "regularize") and self.processes.main:
             checkpoint.write_tensors(self.folder / f"{title}.safetensors", self.model.state_dict())
             checkpoint.write_tensors(self.folder / METHOD_FILE, self.method.state())
-        score = self.score(TEST)
+        score, place = self.score(TEST), self.stages.index(stage)
         self.state.accuracy[title] = score.accuracy
         if score.top5 is not None:
             self.state.top5[title] = score.top5
-        if stage == "prune" and (told := warning_of_loss(self._accuracy_before(stage), self.state.accuracy[title])):
+        before = self.state.accuracy[TITLES[self.stages[place - 1]]] if place else None
+        if stage == "prune" and (told := warning_of_loss(before, score.accuracy)):
             self.progress.note(told)
         self.state.seconds[stage] = time.monotonic() - began
         if stage == "prune" and self.state.round + 1 < self.recipe.rounds:
             self.state.round += 1
             self.state.stage = "regularize"
         else:
-            following = self.stages.index(stage) + 1
-            self.state.stage = self.stages[following] if following < len(self.stages) else "done"
+            self.state.stage = (*self.stages, "done")[place + 1]
         self.state.epoch, self.state.best, self.state.best_epoch = 0, -1.0, 0
         self.state.regularizer, self.state.optimizer = None, {}
         self._best = {}
         self._save({})
-
-    def _accuracy_before(self, stage: str) -> float | None:
-        """The test accuracy that the stage before left; None where there was none."""
-        place = self.stages.index(stage)
-        return self.state.accuracy[TITLES[self.stages[place - 1]]] if place else None
 
     def _train(self, stage: str, settings: Training, resumed: dict[str, Tensor], began: float) -> None:
         steps = max(1, len(self.pool) // min(self.recipe.batch_size, len(self.pool)))
@@ -397,7 +392,9 @@ class Run:
             torch.manual_seed(batches.seed_of(seed, rank) if rank else seed)  # for dropout
             step.restart()
             step.epoch(drawn, rates)
-        right, right5, images = self._counts(step.method)
+        network = partial(step.method, self.model)  # computed as in training
+        at_once = (LARGE_AT_ONCE if self.data.crops else WATCHED_AT_ONCE)[self.device.type]
+        right, right5, images = self._counts(lambda x: logits(network, x, self.recipe), self.watched, at_once)
         numbers = {"loss": step.loss, "right": right, "right5": right5, "images": images}
         if isinstance(step.regularizer, Regularizer):
             with torch.no_grad():
@@ -502,16 +499,6 @@ class Run:
             self.model.load_state_dict(self._best)
             self.state.selected[self.state.stage] = self.state.best_epoch
 
-    def _counts(self, method: Method) -> Tensor:
-        """What `counted` gives of the watched images, computed as in training; does not wait for the device."""
-        self.model.eval()
-        self.processes.share_buffers(self.model)
-        at_once = (LARGE_AT_ONCE if self.data.crops else WATCHED_AT_ONCE)[self.device.type]
-        mine = self.watched.share(self.data, self.processes.rank, self.processes.count)
-        network = partial(method, self.model)
-        found = counted(lambda x: logits(network, x, self.recipe), self.data, mine, at_once)
-        return self.processes.sum(found.to(self.device))
-
     # Parts of a step
 
     @cached_property
@@ -545,20 +532,23 @@ class Run:
         return self.score(images).accuracy
 
     def score(self, images: Images) -> Correct:
+        return Correct.read(self._counts(self.model, images, self._at_once()), self.data)
+
+    def _counts(self, network: Callable[[Tensor], Tensor], images: Images, at_once: int) -> Tensor:
+        """What `counted` gives in all processes together; does not wait for the device."""
         self.model.eval()
         self.processes.share_buffers(self.model)
         mine = images.share(self.data, self.processes.rank, self.processes.count)
-        found = counted(self.model, self.data, mine, self._at_once())
-        return Correct.read(self.processes.sum(found.to(self.device)), self.data)
+        return self.processes.sum(counted(network, self.data, mine, at_once).to(self.device))
 
     def _at_once(self) -> int:
         return LARGE_AT_ONCE[self.device.type] if self.data.crops else 1000
 
     @torch.inference_mode()
-    def predictions(self, model: nn.Module, images: Images = TEST) -> Tensor:
-        """The class that a model takes each image for, in eval mode."""
+    def predictions(self, model: nn.Module) -> Tensor:
+        """The class that a model takes each test image for, in eval mode."""
         model.eval()
-        return torch.cat([model(x).argmax(1) for x, _ in self.data.shown(images, self._at_once())])
+        return torch.cat([model(x).argmax(1) for x, _ in self.data.shown(TEST, self._at_once())])
 
     def fresh_model(self) -> nn.Module:
         """A newly made network of the recipe's kind, where the run takes place."""
