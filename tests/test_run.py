@@ -77,10 +77,10 @@ def cut_after(run, stage, epochs):
     """Runs it as far as that, and no further."""
     plain = run._epoch
 
-    def stopping(name, settings, epoch, step):
-        if name == stage and epoch == epochs:
+    def stopping(settings, epoch, step):
+        if run.state.stage == stage and epoch == epochs:
             raise Stop
-        return plain(name, settings, epoch, step)
+        return plain(settings, epoch, step)
 
     run._epoch = stopping
     with pytest.raises(Stop):
