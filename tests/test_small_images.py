@@ -149,3 +149,18 @@ def test_teachers_are_asked_about_each_crop(tmp_path, photos):
     assert run.teachers.table is None and 0 < run.state.accuracy["finetuned"] <= 1
     with pytest.raises(dh.UserError, match="cropped anew each time"):
         Run(made(tmp_path, photos, *taught, "distill.keep=true"), tmp_path / "kept").execute()
+
+
+@pytest.mark.cuda
+def test_captured_steps_on_images_in_memory_are_the_plain_ones_and_crops_those_of_the_processor(tmp_path, photos):
+    source = held(photos)
+    step = batches.cropped(source, torch.arange(60), 10, 3).step(0)
+    there = batches.Draw(*(None if t is None else t.cuda() for t in step))
+    found, expected = batches.images(source.to("cuda"), there, 0), batches.images(source, step, 0)
+    torch.testing.assert_close(found[0].cpu(), expected[0], rtol=0, atol=1e-4)
+    changes = ["device=cuda", "regularize=null", "prune=null", "finetune=null", "pretrain.optimizer=sgd"]
+    captured, plain = (
+        Run(made(tmp_path, photos, *changes, f"capture={c}"), tmp_path / c).execute() for c in ("auto", "off")
+    )
+    for name, tensor in plain.model.state_dict().items():
+        torch.testing.assert_close(captured.model.state_dict()[name], tensor, rtol=1e-3, atol=1e-5)
