@@ -305,7 +305,7 @@ def table(results: dict[str, Any]) -> str:
     runs: dict[str, list[dict[str, Any]]] = {}
     for name, numbers in results.items():
         row = name.rpartition("-")[0]
-        if "tokens_per_second" in numbers:
+        if "parameters" in numbers:
             runs.setdefault(row, []).append(numbers)
     whole = statistics.fmean(r["macs"] for r in runs["dense"])
     lines = ["| network | seeds | loss, last step | loss, best | MACs executed | parameters | tokens/s |"]
@@ -313,7 +313,9 @@ def table(results: dict[str, Any]) -> str:
     for row, found in sorted(runs.items(), key=lambda item: (-item[1][0]["macs"], _mean(item[1], "last"))):
         macs, parameters = _mean(found, "macs"), _mean(found, "parameters")
         cells = [row, str(len(found)), _spread(found, "last"), _spread(found, "best"), f"{macs / whole:.2f}"]
-        lines.append(f"| {' | '.join(cells)} | {parameters / 1e6:.2f}M | {_mean(found, 'tokens_per_second'):,.0f} |")
+        timed = all("tokens_per_second" in r for r in found)
+        speed = f"{_mean(found, 'tokens_per_second'):,.0f}" if timed else ""
+        lines.append(f"| {' | '.join(cells)} | {parameters / 1e6:.2f}M | {speed} |")
     return "\n".join(lines)
 
 

@@ -32,6 +32,21 @@ def test_make_my_model_smaller_in_ten_minutes_is_a_notebook_that_runs_as_it_stan
         exec(compile(cell, f"{path.name}, cell {number}", "exec"), names)
 
 
+def test_the_code_for_transformers_runs_as_it_stands(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"^```python\n(.*?)^```", (DOCS / "transformers.md").read_text(encoding="utf-8"), re.M | re.S)
+    assert blocks
+    names = {}
+    for block in blocks:
+        exec(compile(block, "transformers.md", "exec"), names)
+
+
+def test_the_character_gpts_table_is_that_of_its_records():
+    words = [sys.executable, "benchmarks/character_gpt.py", "none", "--out", "results/bench/character-gpt", "--table"]
+    table = subprocess.run(words, cwd=DOCS.parent, capture_output=True, text=True, check=True).stdout.strip()
+    assert "| continued |" in table and table in (DOCS / "transformers.md").read_text(encoding="utf-8")
+
+
 def test_the_site_builds_without_a_warning(tmp_path):
     pytest.importorskip("sphinx")
     source = shutil.copytree(DOCS, tmp_path / "docs", ignore=shutil.ignore_patterns("_build"))
