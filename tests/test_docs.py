@@ -13,6 +13,8 @@ from deephoyer.lab.report.paper_tables import highlights
 from deephoyer.lab.report.results_page import page
 from deephoyer.lab.report.stored_weights import WEIGHTS
 from deephoyer.lab.schema import Expect, is_file
+from deephoyer.lab.train.result import finish
+from deephoyer.lab.train.run import Run
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results"
@@ -100,6 +102,42 @@ def test_the_readmes_results_are_those_of_the_records(records):
     table = highlights(records).markdown()
     assert table in text("README.md"), f"the README's table should be:\n{table}"
     assert len(table.splitlines()) <= 10
+
+
+def demo_table():
+    """The rows of the README's table of the demo, without emphasis: title → cells."""
+    _, _, rest = text("README.md").partition("| LeNet-300-100 on MNIST |")
+    lines = rest.splitlines()[2:6]
+    return {cells[0]: cells[1:] for cells in ([c.strip() for c in line.strip("|").split("|")] for line in lines)}
+
+
+def first_number(cell):
+    return float(re.match(r"[\d.,]+", cell)[0].replace(",", ""))
+
+
+def test_the_readmes_table_of_the_demo_is_what_its_recipe_expects():
+    made, table = recipe.read("demo"), demo_table()
+    assert table["test accuracy"][1] == f"{made.expect.accuracy:.2%}".replace("%", " %")
+    dense = first_number(table["nonzero weights"][0])
+    assert table["nonzero weights"][1] == f"{made.expect.nonzeros:,} ({made.expect.nonzeros / dense:.2%})".replace(
+        "%", " %"
+    )
+    assert table["nonzero weights"][2] == f"{made.expect.nonzeros:,}"
+
+
+@pytest.mark.slow
+def test_the_demo_ends_about_where_the_readme_says(tmp_path):
+    found = finish(Run(recipe.read("demo", ["device=cpu"]), tmp_path / "demo").execute())
+    table, sparse, small = demo_table(), found["sparse"]["total"], found["compact"]["total"]
+    dense, left, _ = (first_number(cell) for cell in table["nonzero weights"])
+    assert sparse["weights"] == dense and sparse["nonzeros"] == pytest.approx(left, rel=0.1)
+    accuracies = [100 * found["accuracy"][stage] for stage in ("dense", "finetuned")]
+    assert accuracies == pytest.approx([first_number(cell) for cell in table["test accuracy"][:2]], abs=0.5)
+    assert found["changed_predictions"] == 0, table["test accuracy"][2]
+    assert small["macs_executed"] == pytest.approx(first_number(table["multiply-accumulates"][2]), rel=0.2)
+    sizes = [first_number(cell) for cell in table["file"]]
+    assert [size / 1000 for size in found["files"].values()] == pytest.approx(sizes[1:], rel=0.1)
+    assert found["compact"]["baseline"]["total"]["bytes_dense"] / 1000 == pytest.approx(sizes[0], rel=0.01)
 
 
 @pytest.mark.parametrize("file", ["README.md", "docs/lessons.md"])

@@ -280,7 +280,8 @@ def test_a_recipe_may_ask_for_a_share_of_the_time(tmp_path):
     alive = [int(mask.any(1).sum()) for name, mask in run.masks.items() if name.startswith("fc") and mask.dim() == 2]
     assert 0 < alive[0] < 300 and alive[0] % 8 == 0
     for change, told in [
-        ("prune={groups: elements, target: {latency: 0.7}}", "groups: coupled"),
+        ("prune={groups: elements, target: {latency: 0.7}}", "say prune.groups=coupled, too"),
+        ("prune.target.latency=0.7", "say prune.groups=coupled prune.value=null, too"),
         ("prune={groups: coupled, target: {macs: 0.7, batch: 8}}", "a batch goes with a latency"),
         ("prune={groups: coupled, target: {macs: 0.7, mode: eager}}", "a mode goes with a latency"),
         ("prune={groups: coupled, allow_empty: true, target: {latency: 0.7}}", "leave out parameters and allow_empty"),

@@ -192,7 +192,7 @@ def test_inputs_may_be_several_or_named():
 def test_the_titles_say_which_way_of_counting_is_meant():
     s = summary(make("lenet-5"), torch.zeros(1, 1, 28, 28), make("lenet-5"), latency=False, accuracy={"dense": 0.99})
     text = str(s)
-    for words in ("zero filters", "MACs executed", "nonzeros", "parameters there", "bytes stored", "20-50-800-500"):
+    for words in ("zero filters", "MACs executed", "nonzeros", "parameters", "bytes stored", "20-50-800-500"):
         assert words in text
     assert "99.00%" in text and "\x1b" not in text
 

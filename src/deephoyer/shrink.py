@@ -33,7 +33,7 @@ class ShrinkReport:
 
     `error` is the root mean square of what changed in the outputs, over that of the outputs; `same` the share of
     examples whose largest output is the same one, where outputs are scores of classes. Both on the batches given, or on
-    the example inputs where there are none.
+    the example inputs where there are none. `recalibrated` is None for a network without batch norms.
     """
 
     target: Target
@@ -41,7 +41,7 @@ class ShrinkReport:
     error: float
     same: float | None
     scores: tuple[float, float] | None
-    recalibrated: int
+    recalibrated: int | None
     widths: list[tuple[str, int, int, str]]
     note: str = ""
 
@@ -52,7 +52,9 @@ class ShrinkReport:
         lines.append(f"outputs:   changed by {self.error:.1%} of their size")
         if self.same is not None:
             lines.append(f"           the same class for {self.same:.1%} of the examples")
-        lines.append(f"norms:     {self.recalibrated} recalibrated" if self.recalibrated else "norms:     as they were")
+        if self.recalibrated is not None:
+            untouched = "as they were: they fit the whole network; give batches= to recalibrate them"
+            lines.append(f"norms:     {f'{self.recalibrated} recalibrated' if self.recalibrated else untouched}")
         return "\n".join([*lines, *([self.note] if self.note else [])])
 
 
@@ -106,7 +108,7 @@ def shrink(
         error=error,
         same=same,
         scores=None if before is None or after is None else (before, after),
-        recalibrated=len(_norms(small)) if seen else 0,
+        recalibrated=(len(_norms(small)) if seen else 0) if _norms(small) else None,
         widths=cutter.widths(),
         note=note,
     )

@@ -161,7 +161,7 @@ _LINES: list[tuple[str, str, Callable[[TotalCounts], int | None]]] = [
         lambda t: t.macs_paper,
     ),
     ("MACs executed", "MACs executed", lambda t: t.macs_executed),
-    ("parameters there", "parameters there", lambda t: t.parameters),
+    ("parameters", "parameters", lambda t: t.parameters),
     ("bytes in memory", "bytes in memory", lambda t: t.bytes_dense),
     ("bytes stored (without the file's header)", "bytes stored", lambda t: t.bytes_stored),
 ]

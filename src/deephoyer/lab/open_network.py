@@ -94,5 +94,8 @@ def _own_model(path: Path) -> Choice:
     recipe = provenance(path).get("recipe")
     chosen = recipe.get("model") if isinstance(recipe, Mapping) else None
     if not isinstance(chosen, str | dict):
-        raise UserError(f"{path} does not say which model it holds; give its name with --model.")
+        raise UserError(
+            f"{path} does not say which model it holds; give its name with --model. "
+            "A model of your own is loaded in Python: dh.load(path, model=...)."
+        )
     return chosen

@@ -205,6 +205,12 @@ class Prune(Part):
         if self.multiple > 1 and len(several(self.groups)) > 1:
             raise UserError(f"multiple goes with one kind of group, not {self.groups}; coupled has both sides in one.")
         settings = named(self.rule)[1]
+        if self.target is not None and self.target.latency is not None:
+            if self.groups != "coupled":
+                value = "" if self.value is None else " prune.value=null"
+                raise UserError(f"a latency takes whole channels away: say prune.groups=coupled{value}, too.")
+            if self.parameters is not None or self.allow_empty:
+                raise UserError("a latency is of all layers: leave out parameters and allow_empty.")
         if self.target is None:
             self.make()
         elif self.value is not None or "value" in settings:
@@ -213,11 +219,6 @@ class Prune(Part):
             raise UserError(f"a target goes with a rule that needs a value alone, not {self.rule}.")
         else:
             self.threshold()
-        if self.target is not None and self.target.latency is not None:
-            if self.groups != "coupled":
-                raise UserError(f"a latency goes with groups: coupled, not {self.groups}: whole channels must go.")
-            if self.parameters is not None or self.allow_empty:
-                raise UserError("a latency is of all layers: leave out parameters and allow_empty.")
         return self
 
     def threshold(self) -> type[Threshold]:
