@@ -9,7 +9,7 @@
 Weights are random (each channel's scaled by a random factor, so that scores differ): only shapes matter to time. Each
 network is cut to the share of its time; the share of the score that is kept (squared magnitude in units of each layer's
 own, mean over the coupled sets as in `kept`) stands beside that of a network cut to the share of its MACs at which it
-takes as long, found by interpolating measured times. "measured" is measured once more at the end, in turns with dense.
+takes as long, found by the same search. "measured" is measured once more at the end, in turns with dense.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torchvision
 from torch import Tensor, nn
 
 import measuring
-from deephoyer.cutting import Cut, Cutter, next_bound, restored
+from deephoyer.cutting import Cut, Cutter, restored, search
 from deephoyer.lab.models import make
 from deephoyer.latency import MODES, Beside
 from deephoyer.structure import Coupled
@@ -69,17 +69,8 @@ def small(cutter: Cutter, cut: Cut) -> nn.Module:
 
 def by_macs(cutter: Cutter, beside: Beside, share: float) -> tuple[Cut, float]:
     """The MAC target whose network takes this share of the time, and the share that it really takes."""
-    tried: list[tuple[float, float]] = []
-    cuts: list[Cut] = []
-    bound = share
-    for _ in range(5):
-        cuts.append(cutter.plan(bound))
-        tried.append((bound, beside.share(small(cutter, cuts[-1])).value))
-        if abs(tried[-1][1] - share) < 0.02 * share:
-            break
-        bound = max(0.02, next_bound(tried, share))
-    nearest = min(range(len(tried)), key=lambda i: abs(tried[i][1] - share))
-    return cuts[nearest], tried[nearest][1]
+    cut = search(cutter.plan, lambda chosen: beside.share(small(cutter, chosen)).value, share)
+    return cut, cut.share
 
 
 def line(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import multiprocessing
 
 import pytest
@@ -14,7 +15,7 @@ from torch import nn
 import deephoyer as dh
 from deephoyer import layer_times
 from deephoyer.counting import count
-from deephoyer.cutting import Cutter
+from deephoyer.cutting import MOST_LOOKS, Cut, Cutter, search
 from deephoyer.lab import recipe
 from deephoyer.lab.models import make
 from deephoyer.lab.train.run import Run
@@ -108,6 +109,70 @@ def test_by_cost_the_dear_set_gives_more(seed):
     dear = choose(cost, ["a", "b"], scores(seed), 0.5, by_cost=True).live
     plain = choose(cost, ["a", "b"], scores(seed), 0.5).live
     assert dear["b"] <= plain["b"] + 1, "one may come back where it still fits"
+
+
+def of_widths(*widths):
+    """A cut that keeps the first so many channels of 64 in each set."""
+    return Cut([torch.arange(64) < width for width in widths], math.nan, [])
+
+
+def widths(cut):
+    return [int(keep.sum()) for keep in cut.keeps]
+
+
+@given(st.floats(0.3, 0.9), st.floats(0.5, 2.0), st.sampled_from([1, 4, 8, 16]))
+def test_a_search_ends_near_what_is_asked_whatever_the_estimate_is_off_by(share, off, block):
+    """Four sets that are cut in turns, a time that rises by a step for each block of channels."""
+    seen = []
+
+    def plan(bound):
+        total = round(bound * 256)
+        return of_widths(*(max(1, min(64, (total + 3 - i) // 4)) for i in range(4)))
+
+    def real(cut):
+        assert widths(cut) not in seen, "nothing is measured twice"
+        seen.append(widths(cut))
+        return (sum(math.ceil(width / block) * block for width in widths(cut)) / 256) ** off
+
+    found = search(plan, real, share, under=0.1)
+    step = block / 256
+    assert found.share <= max(1.02 * share, (4 * step) ** off) + 1e-9
+    assert found.share >= 0.9 * share or found.share ** (1 / off) >= share ** (1 / off) - step - 1e-9
+    assert len(seen) <= MOST_LOOKS
+
+
+@pytest.mark.parametrize("share", [0.5, 0.45, 0.6])
+def test_where_no_bound_lies_between_too_slow_and_far_too_fast_sets_are_taken_one_by_one(share):
+    """All sets give at once, at one bound: such a step took a half that was asked for to a quarter."""
+
+    def plan(bound):
+        return of_widths(*[64 if bound > 0.37 else 16] * 16)
+
+    found = search(plan, lambda cut: sum(widths(cut)) / 1024, share, under=0.1)
+    assert 0.9 * share <= found.share <= 1.02 * share
+    assert set(widths(found)) == {16, 64}
+
+
+def test_a_search_goes_on_past_a_step_of_the_estimate():
+    """No cut comes of the next bounds but the one that is known to be too slow."""
+
+    def plan(bound):
+        return of_widths(64 if bound > 0.31 else round(100 * bound))
+
+    assert search(plan, lambda cut: widths(cut)[0] / 64, 0.4, under=0.1).share == pytest.approx(0.4, rel=0.1)
+
+
+def test_a_search_keeps_the_fast_cut_where_there_is_nothing_between():
+    def plan(bound):
+        return of_widths(64 if bound > 0.4 else 8)
+
+    assert search(plan, lambda cut: widths(cut)[0] / 64, 0.5, under=0.1).share == 0.125
+
+
+def test_a_search_that_can_not_get_there_hands_back_what_is_nearest():
+    assert (
+        search(lambda bound: of_widths(max(48, round(64 * bound))), lambda cut: widths(cut)[0] / 64, 0.5).share == 0.75
+    )
 
 
 def test_a_smaller_share_keeps_a_part_of_what_a_larger_one_keeps():

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, TypedDict
 
@@ -35,12 +35,14 @@ from deephoyer.targets import Target
 from deephoyer.weights import Weight, find_weights, patterns_of, unwrap
 from deephoyer.widths import CLOSE, WidthCost, choose, macs_cost, parameters_cost, rows_of
 
-TRIES = 5
-"""How often a choice is corrected by what the compacted network really costs."""
-TRIES_IN_TIME = 4
-"""The same for times: measuring takes seconds, compiling minutes."""
+LOOKS = 4
+"""How often a choice is compared with what the compacted network really costs, where it soon comes out near."""
+MOST_LOOKS = 10
+"""The same, where costs have steps: measuring takes seconds, compiling minutes."""
+STEPS = 8
+"""How many bounds are gone through, from one look to the next, for a cut that is not known yet."""
 CLOSE_IN_TIME = 0.1
-"""As `CLOSE`, for times, which never come out the same twice; less than a third of it is aimed at."""
+"""How much faster than asked still counts as what was asked: times have steps, and never come out the same twice."""
 MULTIPLES = {"cpu": 8, "cuda": 32}
 """Numbers of channels that processors compute in whole blocks."""
 
@@ -223,6 +225,10 @@ class Cutter:
         units, scores = self.scores()
         if self.cost is None:
             return self._by_threshold(share, units, scores)
+        return self._by_widths(share, units, scores)
+
+    def _by_widths(self, share: float, units: list[Unit], scores: list[Scores]) -> Cut:
+        assert self.cost is not None
         made = choose(
             self.cost,
             [unit.name for unit in units],
@@ -245,29 +251,22 @@ class Cutter:
         return found
 
     def aim(self, share: float) -> Cut:
-        """What is to stay so that the compacted network really costs this share: tried, counted or timed, corrected."""
-        chosen = self.plan(share)
+        """What is to stay so that the compacted network really costs this share: counted or timed, and corrected."""
         if self.cost is None:
-            return chosen
+            return self.plan(share)
         timed = self.target.kind == "latency"
         stopwatch = self.stopwatch() if timed else None  # the whole network is compiled or captured once
-        close = CLOSE_IN_TIME / 3 if timed else CLOSE
-        tried: list[tuple[float, Cut]] = []
-        bound = share
-        for _ in range(TRIES_IN_TIME if timed else TRIES):
+
+        def real(chosen: Cut) -> float:
             with restored(self.model):
                 self.apply(chosen)
                 small = self.compacted()
-                real = self.share_of(small) if stopwatch is None else stopwatch.share(small).value
-            tried.append((bound, Cut(chosen.keeps, real, chosen.stuck)))
-            if abs(real - share) <= close * share:
-                break
-            bound = next_bound([(bound, cut.share) for bound, cut in tried], share)
-            chosen = self.plan(bound)
-            if any(_same(chosen, cut) for _, cut in tried):
-                break
-        # too much is worse than too little, by however much
-        return min((cut for _, cut in tried), key=lambda c: (c.share > share * (1 + close), abs(c.share - share)))
+                return self.share_of(small) if stopwatch is None else stopwatch.share(small).value
+
+        units, scores = self.scores()
+        return search(
+            lambda bound: self._by_widths(bound, units, scores), real, share, CLOSE_IN_TIME if timed else CLOSE
+        )
 
     def apply(self, chosen: Cut) -> Masks:
         """Zeroes what is to go, in the network itself."""
@@ -361,22 +360,75 @@ def _written(coupled: Coupled, one: ChannelSet) -> set[str]:
     return {name.rpartition(".")[0] for name, dim in one.places if (name, dim) in coupled.graph.writes}
 
 
-def next_bound(tried: Sequence[tuple[float, float]], share: float) -> float:
-    """The bound to try next: between the two that came out nearest on both sides, or scaled by how far the last missed.
+def search(plan: Callable[[float], Cut], real: Callable[[Cut], float], share: float, under: float = CLOSE) -> Cut:
+    """The cut that really costs what is asked: no more than 2 % above it, and as little below it as can be found.
 
-    >>> next_bound([(0.5, 0.6)], 0.5), next_bound([(0.5, 0.6), (0.4, 0.4)], 0.5)
-    (0.4166666666666667, 0.45)
+    `plan` gives a cut for a bound of the cost as it is estimated, `real` is what a cut costs. It is asked a few times;
+    more often while all that is known costs too much, or less than is asked by more than the share `under`.
     """
-    over = min((pair for pair in tried if pair[1] > share), key=lambda pair: pair[1], default=None)
-    under = max((pair for pair in tried if pair[1] <= share), key=lambda pair: pair[1], default=None)
-    if over is None or under is None:
-        bound, real = tried[-1]
-        return min(1.0, bound * share / real)
-    return under[0] + (over[0] - under[0]) * (share - under[1]) / (over[1] - under[1])
+    tried: list[tuple[float, Cut]] = []
+
+    def misses(cut: Cut) -> tuple[bool, float]:
+        return cut.share > share * (1 + CLOSE), abs(cut.share - share)  # too much is worse, by however little
+
+    bound, chosen = share, plan(share)
+    for look in range(1, MOST_LOOKS + 1):
+        tried.append((bound, replace(chosen, share=real(chosen))))
+        best = min((cut for _, cut in tried), key=misses)
+        near = under if look >= LOOKS else min(under, CLOSE)
+        if share * (1 - near) <= best.share <= share * (1 + CLOSE):
+            break
+        following = _following(plan, tried, share)
+        if following is None:
+            break
+        bound, chosen = following
+    return best
 
 
-def _same(a: Cut, b: Cut) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a.keeps, b.keeps, strict=True))
+def _following(
+    plan: Callable[[float], Cut], tried: Sequence[tuple[float, Cut]], share: float
+) -> tuple[float, Cut] | None:
+    """The bound to try next and its cut, which was not tried before; none where there is no other."""
+    slow = min((pair for pair in tried if pair[1].share > share), key=lambda pair: pair[0], default=None)
+    below = (pair for pair in tried if pair[1].share <= share and (slow is None or pair[0] < slow[0]))
+    fast = max(below, key=lambda pair: pair[0], default=None)
+    if slow is None or fast is None:
+        bound, last = slow or fast or tried[-1]
+        # Further each time: on a step of the time, in proportion is not far enough.
+        factor = min(2.0, max(0.5, (share / last.share) ** len(tried))) if last.share else 2.0
+        for _ in range(STEPS):  # estimates have steps as well
+            bound = min(1.0, bound * factor)
+            if _known(chosen := plan(bound), tried) is None:
+                return bound, chosen
+        return None
+    low, high, part = fast[0], slow[0], 0.5
+    if len(tried) == 2:  # the first guess between two is along the line; where costs have steps that would creep
+        part = (share - fast[1].share) / (slow[1].share - fast[1].share)
+    for _ in range(STEPS):
+        bound, part = low + (high - low) * part, 0.5
+        known = _known(chosen := plan(bound), tried)
+        if known is None:
+            return bound, chosen
+        low, high = (low, bound) if known.share > share else (bound, high)
+    chosen = _between(slow[1], fast[1])
+    return None if _known(chosen, tried) else ((slow[0] + fast[0]) / 2, chosen)
+
+
+def _between(slow: Cut, fast: Cut) -> Cut:
+    """A cut between two that no bound lies between: of the sets in which they differ half are as in the faster one.
+
+    Those that lose the smallest share of their channels by it.
+    """
+    lost = [1 - int((a & b).sum()) / max(1, int(a.sum())) for a, b in zip(slow.keeps, fast.keeps, strict=True)]
+    differ = sorted((i for i, share in enumerate(lost) if share > 0), key=lambda i: lost[i])
+    taken = set(differ[: len(differ) // 2])
+    keeps = [fast.keeps[i] if i in taken else keep for i, keep in enumerate(slow.keeps)]
+    return Cut(keeps, slow.share, [name for name in slow.stuck if name in fast.stuck])
+
+
+def _known(chosen: Cut, tried: Sequence[tuple[float, Cut]]) -> Cut | None:
+    """The one that was tried and keeps the same, if there is one."""
+    return next((cut for _, cut in tried if all(map(torch.equal, chosen.keeps, cut.keeps))), None)
 
 
 def _called(name: str, pattern: str) -> bool:
