@@ -56,6 +56,14 @@ def one_of(kind: str, value: Any, known: Iterable[str]) -> str:
     return value
 
 
+def share(value: Any, what: str) -> float:
+    """The value as a float, refused if it is no number from 0 to below 1."""
+    number = not_negative(value, what)
+    if number >= 1:
+        raise UserError(f"{what} is {shown(value)}; it must be a number from 0 to below 1.")
+    return number
+
+
 def positive(value: Any, what: str, above: float = 0.0) -> float:
     """The value as a float, refused if it is no finite number above 0, or above another one."""
     number = not_negative(value, what)

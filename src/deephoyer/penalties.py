@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from deephoyer.errors import UserError, not_negative, positive
+from deephoyer.errors import positive, share
 from deephoyer.registry import Registry
 
 
@@ -178,9 +178,7 @@ class TrimmedL1(Penalty):
     """Σr over all but the largest share `keep`, which goes free (Yun et al. 2019)."""
 
     def __init__(self, keep: float = 0.05):
-        self.keep = not_negative(keep, "trimmed-l1: keep")
-        if self.keep >= 1:
-            raise UserError(f"trimmed-l1: keep is {keep!r}; it is a share of the groups, from 0 to below 1.")
+        self.keep = share(keep, "trimmed-l1: keep")
 
     def _free(self, r: Tensor) -> Tensor:
         return r.topk(math.floor(self.keep * r.numel() + 1e-6)).indices  # 0.29 × 100 is 28.999…

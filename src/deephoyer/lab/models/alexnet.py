@@ -10,8 +10,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deephoyer.errors import UserError, positive_whole
-from deephoyer.lab.models.settings import share
+from deephoyer.errors import UserError, positive_whole, share
 
 
 class AlexNet(nn.Module):
@@ -31,7 +30,7 @@ class AlexNet(nn.Module):
         self.fc1 = nn.Linear(two * 6 * 6, neurons)
         self.fc2 = nn.Linear(neurons, neurons)
         self.fc3 = nn.Linear(neurons, positive_whole(classes, "classes"))
-        self.dropout = nn.Dropout(share("dropout", dropout))
+        self.dropout = nn.Dropout(share(dropout, "dropout"))
         self.norm = nn.LocalResponseNorm(5) if response_norm else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:

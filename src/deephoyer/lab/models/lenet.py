@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deephoyer.errors import positive_whole
-from deephoyer.lab.models.settings import share
+from deephoyer.errors import positive_whole, share
 
 
 class LeNet300(nn.Module):
@@ -44,4 +43,4 @@ class LeNet5(nn.Module):
 
 def _dropout(name: str, rate: float) -> nn.Module:
     """Before linear layers while training; the paper's LeNets have none."""
-    return nn.Dropout(rate) if share(name, rate) else nn.Identity()
+    return nn.Dropout(rate) if share(rate, name) else nn.Identity()

@@ -11,9 +11,8 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deephoyer.errors import positive_whole
+from deephoyer.errors import one_of, positive_whole
 from deephoyer.lab.models.pad_shortcut import PadShortcut
-from deephoyer.lab.models.settings import choice
 
 CIFAR_DEPTHS = (20, 32, 44, 56, 110)
 
@@ -47,7 +46,7 @@ class CifarResNet(nn.Module):
 
     def __init__(self, depth: int, classes: int = 10, shortcut: str = "pad"):
         super().__init__()
-        choice("shortcut", shortcut, ("pad", "conv"))
+        one_of("shortcut", shortcut, ("pad", "conv"))
         n = (depth - 2) // 6
         self.conv1 = nn.Conv2d(3, 16, 3, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(16)

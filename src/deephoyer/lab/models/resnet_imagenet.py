@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from deephoyer.errors import UserError, positive_whole
-from deephoyer.lab.models.settings import choice
+from deephoyer.errors import UserError, one_of, positive_whole
 
 
 def resnet50(classes: int = 1000, stride: str = "conv2") -> nn.Module:
@@ -14,7 +13,7 @@ def resnet50(classes: int = 1000, stride: str = "conv2") -> nn.Module:
     `stride` says which convolution of a stage's first block halves the image: torchvision's 3 × 3
     `conv2`, or `conv1` as in the first publication ("v1").
     """
-    choice("stride", stride, ("conv1", "conv2"))
+    one_of("stride", stride, ("conv1", "conv2"))
     positive_whole(classes, "classes")
     try:
         from torchvision.models import resnet50 as build

@@ -37,11 +37,14 @@ class PaperTable:
 
     name: str
     title: str
-    network: str
     data: str
-    counts: Literal["nonzeros", "MACs"]
+    counts: str
     dense: int
     floor: float | None = None
+
+    @property
+    def network(self) -> str:
+        return self.name.removesuffix("-elements").removesuffix("-structure")
 
     @property
     def structural(self) -> bool:
@@ -78,28 +81,16 @@ def capacity(series: Series) -> str | None:
 
 
 TABLES = {
-    table.name: table
-    for table in (
-        PaperTable(
-            "lenet-300-100-elements",
-            "LeNet-300-100, single weights",
-            "lenet-300-100",
-            "mnist",
-            "nonzeros",
-            266_200,
-            0.984,
-        ),
-        PaperTable("lenet-5-elements", "LeNet-5, single weights", "lenet-5", "mnist", "nonzeros", 430_500, 0.992),
-        PaperTable(
-            "lenet-300-100-structure", "LeNet-300-100, structure", "lenet-300-100", "mnist", "MACs", 266_200, 0.982
-        ),
-        PaperTable("lenet-5-structure", "LeNet-5, structure", "lenet-5", "mnist", "MACs", 2_293_000, 0.990),
-        PaperTable("resnet-56", "ResNet-56 on CIFAR-10", "resnet-56", "cifar10", "MACs", 125_485_696),
-        PaperTable("resnet-110", "ResNet-110 on CIFAR-10", "resnet-110", "cifar10", "MACs", 252_887_680),
-        PaperTable(
-            "alexnet", "AlexNet on ImageNet, single weights", "alexnet", "imagenet", "nonzeros", 60_900_000, 0.0
-        ),
-        PaperTable("resnet-50", "ResNet-50 on ImageNet", "resnet-50", "imagenet", "MACs", 4_089_184_256),
+    row[0]: PaperTable(*row)
+    for row in (
+        ("lenet-300-100-elements", "LeNet-300-100, single weights", "mnist", "nonzeros", 266_200, 0.984),
+        ("lenet-5-elements", "LeNet-5, single weights", "mnist", "nonzeros", 430_500, 0.992),
+        ("lenet-300-100-structure", "LeNet-300-100, structure", "mnist", "MACs", 266_200, 0.982),
+        ("lenet-5-structure", "LeNet-5, structure", "mnist", "MACs", 2_293_000, 0.990),
+        ("resnet-56", "ResNet-56 on CIFAR-10", "cifar10", "MACs", 125_485_696, None),
+        ("resnet-110", "ResNet-110 on CIFAR-10", "cifar10", "MACs", 252_887_680, None),
+        ("alexnet", "AlexNet on ImageNet, single weights", "imagenet", "nonzeros", 60_900_000, 0.0),
+        ("resnet-50", "ResNet-50 on ImageNet", "imagenet", "MACs", 4_089_184_256, None),
     )
 }
 
@@ -154,7 +145,7 @@ def _selection(series: Series) -> str:
 
 def _on_mnist(of: PaperTable) -> list[Column[Row]]:
     floor = of.floor or 0
-    keeping = _column(f"seeds with {100 * floor:.1f} %, the smallest", _nothing, lambda s: _keeping(s, floor), "left")
+    keeping = _column(f"seeds with {100 * floor:.1f} %, the smallest", ours=lambda s: _keeping(s, floor), align="left")
     return [
         _column(of.counts, lambda r: r.size, lambda s: s.spread(s.size_of)),
         _column("left", lambda r: r.left, lambda s: f"{100 * s.size / of.dense:.2f} %"),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deephoyer.errors import UserError, unknown
+from deephoyer.errors import UserError, first_line, unknown
 from deephoyer.export import provenance
 from deephoyer.lab import data as datasets
 from deephoyer.lab.data.source import TEST, UNREADABLE, Images, Source
@@ -77,7 +77,7 @@ def evaluate_file(
         outputs = network(source.example(1)).shape[1]
     except RuntimeError as why:
         shape = "×".join(map(str, source.input_shape))
-        raise UserError(f"{path} can't read images of {shape}: {str(why).splitlines()[0]}.") from None
+        raise UserError(f"{path} can't read images of {shape}: {first_line(why)}.") from None
     if outputs != source.classes:
         raise UserError(f"{path} has {outputs} outputs, but the data has {source.classes} classes.")
     return Correct.read(counted(network, source, TEST, batch), source), source
