@@ -20,6 +20,8 @@ BENCHMARKS = (
     "training_step.py",
     "epochs.py --together 2",
     "compaction.py",
+    "latency_targets.py --modes eager cuda-graph",
+    "plan.py --network lenet-5 --optimizer sgd --lr 0.05",
     "imports.py",
     "input_pipeline.py",
 )

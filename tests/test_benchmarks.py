@@ -8,6 +8,8 @@ import pytest
 import epochs
 import imports
 import input_pipeline
+import latency_targets
+import plan
 import regularizer
 import tiny_imagenet
 import training_step
@@ -65,6 +67,22 @@ def test_a_sweep_is_timed_against_one_run():
     both, each = found["at once: seconds an epoch"], found["at once: seconds an epoch and network"]
     assert each == both / 2 and found["one: wall clock"] > 0
     assert "2 at once" in epochs.together_rows(found)[2]
+
+
+@pytest.mark.slow
+def test_times_as_targets_are_shown_beside_plain_mac_targets(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("DEEPHOYER_DATA", str(tmp_path))
+    out = said(latency_targets, monkeypatch, capsys, "--device", "cpu", "--brief", "--out", str(tmp_path / "it.json"))
+    (line,) = json.loads((tmp_path / "it.json").read_text())["lines"]
+    assert line["network"] == "resnet-20" and 0 < line["kept"] <= 1 and 0 < line["macs_kept"] <= 1 and "by MACs" in out
+
+
+@pytest.mark.slow
+def test_a_plan_is_compared_with_magnitude_pruning_to_the_same_macs(monkeypatch, capsys, tmp_path):
+    words = ("--device", "cpu", "--brief", "--jobs", "2", "--ways", "dense", "plan", "--out", str(tmp_path / "it.json"))
+    out = said(plan, monkeypatch, capsys, *words)
+    lines = {line["way"]: line for line in json.loads((tmp_path / "it.json").read_text())["lines"]}
+    assert lines["dense"]["macs"] == 1 and lines["plan"]["macs"] == pytest.approx(0.2, rel=0.02) and "± " in out
 
 
 def test_a_network_that_learned_noise_is_not_pruned():

@@ -67,6 +67,21 @@ def adam(model):
     return torch.optim.Adam(model.parameters(), lr=3e-3)
 
 
+def test_a_plan_to_a_share_of_the_time_says_what_was_measured(monkeypatch, tmp_path):
+    monkeypatch.setenv("DEEPHOYER_DATA", str(tmp_path))
+    model = network()
+    optimizer = adam(model)
+    plan = Plan(model, X, optimizer, target=Target(latency=0.7, batch=16), epochs=3, rounds=1)
+    for epoch in range(3):
+        train(model, optimizer, epoch, count=2)
+        plan.epoch()
+    small = plan.finish()
+    assert count(small)[1].parameters < count(model)[1].parameters and plan.report.reached > 0
+    far = abs(plan.report.reached / 0.7 - 1) > 0.1
+    assert bool(plan.report.notes) == far, "only what is more than a tenth away is explained"
+    assert "0.7 of the time" in str(plan.report) and list(tmp_path.glob("layer-times/*.jsonl"))
+
+
 def test_six_lines_take_a_resnet_20_to_its_target():
     torch.manual_seed(0)
     model = make("resnet-20")

@@ -364,3 +364,17 @@ def test_a_compiled_or_captured_run_gives_what_the_network_gives():
         runner(model, X[:1, :, 0, 0], "cuda-graph")
     with pytest.raises(dh.UserError, match="mode of running"):
         runner(model, X[:1, :, 0, 0], "fast")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("mode", ["eager", "cuda-graph"])
+def test_on_a_gpu_a_latency_target_cuts_in_either_mode(mode):
+    torch.manual_seed(0)
+    wide = nn.Sequential(nn.Conv2d(3, 256, 3), nn.ReLU(), nn.Conv2d(256, 256, 3), nn.ReLU(), nn.Conv2d(256, 8, 3))
+    model = wide.cuda().to(memory_format=torch.channels_last).eval()
+    x = torch.randn(2, 3, 32, 32, device="cuda")
+    with torch.no_grad():
+        torch.testing.assert_close(runner(model, x, mode)(), model(x))
+    small = dh.shrink(model, x, Target(latency=0.6, batch=64, mode=mode, dtype=torch.bfloat16))
+    assert count(small)[1].parameters < count(model)[1].parameters and small.shrink_report.reached > 0
+    assert small[2].weight.is_contiguous(memory_format=torch.channels_last)
