@@ -9,7 +9,7 @@ CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 PIP := PIP_CONSTRAINT=$(CONSTRAINTS) PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet
 PYTEST := -m pytest --numprocesses 2 --dist loadfile
 
-.PHONY: demo docs test test-all test-gpu test-browser lint clean
+.PHONY: demo docs test test-all test-gpu test-browser torture lint clean
 
 demo: $(VENV)/.package
 	$(BIN)/deephoyer run demo
@@ -25,6 +25,9 @@ test-browser: $(VENV)/.dev
 
 test-gpu:
 	$(PYTHON) benchmarks/on_gpu.py
+
+torture: $(VENV)/.dev
+	$(BIN)/python benchmarks/torture.py
 
 docs: $(VENV)/.dev
 	$(BIN)/sphinx-build -q -W --keep-going -b html docs docs/_build

@@ -242,3 +242,11 @@ def test_a_grouping_that_needs_the_graph_says_what_to_pass():
     net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
     (made,) = groupings("coupled", net, torch.zeros(1, 4))
     assert isinstance(made, dh.Coupled)
+
+
+def test_a_grouping_may_be_added_as_a_function_that_says_nothing_of_a_graph():
+    GROUPINGS.add("mine", lambda: dh.Filters())
+    try:
+        assert [g.name for g in groupings("mine")] == ["filters"]
+    finally:
+        GROUPINGS._makers.pop("mine")

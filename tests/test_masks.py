@@ -346,3 +346,29 @@ def test_a_mask_that_does_not_fit_leaves_the_others_unapplied():
     with pytest.raises(dh.UserError):
         dh.Masks({"weight": torch.zeros(2, 3).bool(), "bias": torch.zeros(3).bool()}).apply(model)
     assert all(v.equal(before[k]) for k, v in model.state_dict().items())
+
+
+def test_masks_say_their_density_and_what_they_leave_out():
+    net = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 2))
+    assert repr(dh.prune(net, dh.Density(0.5))).startswith(
+        "Masks(1 tensors, density 0.5; left out: 1 embedding (0.weight)"
+    )
+    one = dh.Masks({"w": torch.ones(1, dtype=torch.bool)})
+    assert repr(one) == "Masks(1 tensors, density 1)" and dh.Masks({}).density == 0
+
+
+def test_of_many_frozen_layers_three_are_named():
+    net = nn.Sequential(*(nn.Linear(3, 3) for _ in range(5)))
+    for layer in net[:4]:
+        layer.requires_grad_(False)
+    with pytest.warns(UserWarning, match="weights: 0.weight, 1.weight, 2.weight, …"):
+        dh.prune(net, dh.Density(0.5))
+    net[3].requires_grad_(True)
+    with pytest.warns(UserWarning, match=r"weights: 0.weight, 1.weight, 2.weight\."):
+        dh.prune(net, dh.Density(0.5))
+
+
+def test_scores_from_batches_are_taken_of_weights_that_are_not_sharded():
+    net, x = nn.Linear(3, 2), torch.ones(4, 3)
+    masks = dh.prune(net, dh.Density(0.5), score="snip", batches=[x], loss=lambda model, batch: model(batch).sum())
+    assert masks.density == 0.5

@@ -204,3 +204,18 @@ def test_a_slip_in_a_penalty_name_is_answered_with_the_right_one():
         PENALTIES.make("hoyer_sq")
     with pytest.raises(dh.UserError, match="its settings: a"):
         PENALTIES.make("transformed-l1", b=1)
+
+
+@pytest.mark.parametrize("name", PENALTIES)
+def test_what_a_penalty_declares_for_fast_paths_is_true_of_its_slope(name):
+    """Separable: the slope does not change with other magnitudes. Scale-free: the value stays when all grow alike."""
+    penalty = PENALTIES.make(name) if name != "trimmed-l1" else dh.TrimmedL1(keep=0.5)
+    r = torch.tensor([0.05, 0.2, 0.5, 1.5], dtype=torch.float64)
+    alone = torch.cat([penalty.slope(x[None]) for x in r])
+    assert penalty.separable == torch.allclose(penalty.slope(r), alone)
+    assert penalty.scale_free == torch.allclose(penalty.value(3 * r), penalty.value(r))
+
+
+def test_weights_whose_squares_have_lost_their_digits_count_as_zero():
+    assert dh.hoyer_square(torch.full((4,), 1e-17)) == 0
+    assert_close(dh.hoyer_square(torch.full((4,), 1e-14)), torch.tensor(4.0))

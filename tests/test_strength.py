@@ -11,7 +11,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import deephoyer as dh
-from deephoyer.strength import Constant, Cosine, Linear
+from deephoyer.strength import Constant, Cosine, Linear, Listed, multiplied, settled
 
 sizes = st.floats(0, 1e6)
 BAD = [-1.0, -1e-30, math.nan, math.inf, -math.inf, True, "1e-4", None, [1e-4], 1j]
@@ -153,3 +153,18 @@ def test_a_state_of_other_groups_or_of_no_known_schedule_is_refused_and_changes_
         reg.load_state_dict(odd)
     assert reg.steps == 0
     assert reg.strength_now() == {"filters": 0.5, "channels": 0.5}
+
+
+def test_every_schedule_can_be_multiplied():
+    assert multiplied(Constant(0.5), 3) == Constant(1.5)
+    assert multiplied(Linear(1.0, steps=4, start=0.5), 3) == Linear(3.0, steps=4, start=1.5)
+    assert multiplied(Listed((1.0, 2.0), steps=3), 3) == Listed((3.0, 6.0), steps=3)
+    with pytest.raises(dh.UserError, match="a function of your own"):
+        multiplied(lambda step: 1.0, 3)
+
+
+def test_a_list_of_strengths_is_settled_at_its_last_value():
+    listed = Listed((1.0, 2.0, 4.0), steps=3)
+    assert [listed(step) for step in range(10)] == [1.0] * 3 + [2.0] * 3 + [4.0] * 4
+    assert [settled(listed, step) for step in range(10)] == [False] * 6 + [True] * 4
+    assert settled(Constant(1.0), 0) and not settled(lambda step: 1.0, 10**6)

@@ -151,3 +151,17 @@ def test_strengthen_multiplies_the_gradient_now_and_later(strength):
         harder.strengthen(-1.0)
     with pytest.raises(UserError, match="function of your own"):
         dh.Regularizer(model, strength=lambda step: 1e-3).strengthen(2.0)
+
+
+def test_a_fall_is_expected_in_proportion_to_the_learning_rate():
+    """At half the rate of the epoch before, half of its fall; of the rates 2.5 are left, one of them in this epoch."""
+    fell = math.exp(0.8)
+    assert math.isclose(correction(0.4 * fell, 0.4, 0.4 / math.e, [2.0, 1.0, 1.0, 1.0], 1), 1.0, rel_tol=1e-6)
+
+
+def test_an_epoch_is_never_asked_for_more_than_what_is_left():
+    assert math.isclose(correction(0.8, 0.4, 0.2, [1.0] * 9 + [0.5], 8), 1.0, rel_tol=1e-6)
+
+
+def test_after_a_single_epoch_nothing_is_corrected():
+    assert correction(0.8, 0.4, 0.1, [0.1], 1) == 1.0

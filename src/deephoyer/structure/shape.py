@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deephoyer.errors import UserError
+from deephoyer.errors import UserError, first_line
 from deephoyer.structure.attention import narrow, opened
 from deephoyer.structure.joints import ConstantLayer, Gather, replace
 from deephoyer.structure.layers import CONV, LINEAR, NORM, WIRING, LayerKind, Renewed, kind_of, loose_tensors, put, size
@@ -290,7 +290,7 @@ def _number(name: str, value: Any, low: int, high: int) -> int:
 
 def _require(good: bool, what: str) -> None:
     if not good:
-        raise BadShape(f"shape: the description doesn't fit this model: {what}.")
+        raise BadShape(f"shape: the description doesn't fit this model: {first_line(what, 300)}.")
 
 
 def _join(prefix: str, name: str) -> str:

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from deephoyer.errors import UserError
+from deephoyer.errors import UserError, first_line
 from deephoyer.files import folder_at, plain_file, write_atomically
 from deephoyer.lab.choices import named
 from deephoyer.lab.recipe import Command
@@ -244,7 +244,9 @@ def read(path: Path) -> Record:
         where = ".".join(str(step) for step in first["loc"])
         if where == "format" and str(first.get("input")).startswith("deephoyer-record-"):
             raise UserError(f"{path}: is a record of another deephoyer ({first['input']}, not {FORMAT}).") from None
-        raise UserError(f"{path}: is damaged: {where + ': ' if where else ''}{first['msg']}.") from None
+        raise UserError(
+            f"{path}: is damaged: {where[:100] + ': ' if where else ''}{first_line(first['msg'])}."
+        ) from None
     return record.model_copy(update={"path": path.as_posix()})
 
 

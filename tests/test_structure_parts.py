@@ -1,0 +1,167 @@
+"""Parts of the channel graph by themselves: what a layer is, what clearing and resizing do, joints, sizes, folding."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
+from torch.testing import assert_close
+
+import deephoyer as dh
+from deephoyer.structure.attention import NarrowAttention, opened
+from deephoyer.structure.fold_constants import fold
+from deephoyer.structure.joints import Gather, merged
+from deephoyer.structure.layers import CONV, EMBEDDING, LINEAR, TRANSPOSED_CONV, clear, kind_of
+from deephoyer.structure.remove import resize
+from deephoyer.structure.sizes import asked_sizes
+
+
+def test_a_layer_that_computes_its_weight_or_changes_it_is_none_of_ours():
+    assert kind_of(nn.Linear(3, 2)) is LINEAR and kind_of(nn.Embedding(3, 2)) is EMBEDDING
+    assert kind_of(nn.ConvTranspose2d(4, 4, 3)) is TRANSPOSED_CONV
+    assert kind_of(weight_norm(nn.Linear(3, 2))) is None
+    assert kind_of(nn.ConvTranspose2d(4, 4, 3, groups=2)) is None
+    assert kind_of(nn.Embedding(3, 2, max_norm=1.0)) is None
+
+
+def test_clearing_an_input_of_a_grouped_convolution_leaves_the_others_as_they_were():
+    layer = nn.Conv2d(4, 6, 3, groups=2)
+    before = layer.weight.detach().clone()
+    clear(layer, CONV, "in", torch.tensor([False, True, False, False]))  # the second of the first group
+    assert not layer.weight[:3, 1].any()
+    assert torch.equal(layer.weight[:3, 0], before[:3, 0]) and torch.equal(layer.weight[3:], before[3:])
+
+
+@pytest.mark.parametrize(
+    "func, args, kwargs, sizes",
+    [
+        (torch.reshape, (), {"shape": (2, 6)}, [2, 6]),
+        (torch.Tensor.view, (3, 4), {}, [3, 4]),
+        (torch.Tensor.reshape, ((3, -1),), {}, [3, -1]),
+        (torch.split, (4,), {"dim": 1}, [4]),
+        (torch.Tensor.unflatten, (0, (2, 6)), {}, [2, 6]),
+        (torch.Tensor.expand, (), {}, []),
+    ],
+)
+def test_the_sizes_of_a_call_are_found_by_place_and_by_name(func, args, kwargs, sizes):
+    assert asked_sizes(func, (torch.zeros(12), *args), kwargs) == sizes
+
+
+def test_a_resized_module_says_the_sizes_of_its_tensors():
+    conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
+    layer = conv1d(nf=4, nx=3)
+    layer.weight = nn.Parameter(layer.weight.detach()[:2])
+    resize(layer)
+    assert (layer.nx, layer.nf) == (2, 4)
+    grouped = nn.Conv2d(4, 6, 3, groups=2)
+    grouped.weight = nn.Parameter(grouped.weight.detach()[:4, :1])
+    resize(grouped)
+    assert (grouped.in_channels, grouped.out_channels) == (2, 4)
+
+
+READS = [None, torch.tensor([2, 0, 3, 1])]
+WRITES = [None, torch.tensor([1, 3, 0, 2]), torch.tensor([3, 0, 2, 1, 0])]
+
+
+@pytest.mark.parametrize("reads", list(itertools.product(READS, READS)), ids=str)
+@pytest.mark.parametrize("writes", list(itertools.product(WRITES, WRITES[:2])), ids=str)
+def test_two_joints_become_one_that_gives_the_same(reads, writes):
+    """Of writes, a number as large as the layer's outputs stands for a channel that has none."""
+    torch.manual_seed(0)
+    layer, x = nn.Linear(4, 3), torch.randn(5, 4)
+    if writes[1] is None:
+        layer = nn.Linear(4, 4)
+    inner = Gather(layer, reads[1], writes[1], torch.randn(4) if writes[1] is not None else None, 4)
+    fill = torch.randn(len(writes[0])) if writes[0] is not None else None
+    between = nn.Linear(4, 4)  # the outer one is made around a layer of the inner one's size
+    outer = Gather(between, reads[0], writes[0], fill, 4)
+    y = inner(x if reads[0] is None else x[:, reads[0]])
+    if writes[0] is not None:
+        y = F.pad(y, (0, 1))[:, writes[0]] + fill
+    assert_close(merged(outer, inner)(x), y)
+
+
+@pytest.mark.parametrize("middle", ["grouped", "transposed", "plain"])
+def test_constants_are_folded_into_every_kind_of_convolution(middle):
+    torch.manual_seed(0)
+    layer = {
+        "grouped": lambda: nn.Conv2d(4, 6, 1, groups=2),
+        "transposed": lambda: nn.ConvTranspose2d(4, 6, 1),
+        "plain": lambda: nn.Conv2d(4, 6, 1),
+    }[middle]()
+    net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), layer, nn.ReLU(), nn.Conv2d(6, 2, 1)).eval()
+    with torch.no_grad():
+        net[0].weight[1], net[0].bias[1] = 0, 0.7
+    x = torch.randn(2, 3, 5, 5)
+    before = net(x)
+    found = fold(net, x)
+    assert not found.kept.get("")
+    if middle == "transposed":
+        return
+    assert found.folded["2"] == 1
+    with torch.no_grad():
+        net[0].bias[1] = 100.0  # nobody reads it any more
+    assert_close(net(x), before)
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("weights", [False, True])
+def test_narrowed_attention_takes_its_batch_where_torch_does(batch_first, weights):
+    torch.manual_seed(0)
+    whole = nn.MultiheadAttention(8, 4, batch_first=batch_first).eval()
+    x = torch.randn(3, 5, 8)
+    want, seen = whole(x, x, x, need_weights=weights)
+    assert opened(whole)
+    whole.fused, whole._qkv_same_embed_dim = whole._qkv_same_embed_dim, False
+    whole.__class__ = NarrowAttention  # as `narrow` does it, with all of its heads
+    got, its = whole(x, x, x, need_weights=weights)
+    assert_close(got, want)
+    if weights:
+        assert_close(its, seen)
+
+
+class OverTokens(nn.Module):
+    """Normalises over what is no channel, with the channels in front."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(3, 6), nn.Linear(6, 2)
+
+    def forward(self, x):
+        return self.fc2(F.layer_norm(self.fc1(x).T, (len(x),)).T)
+
+
+def test_a_norm_over_something_else_leaves_channels_free():
+    (unit,) = dh.Coupled(OverTokens(), torch.randn(7, 3)).units()
+    assert unit.count == 6
+
+
+class Neighbours(nn.Module):
+    """Adds up rows of a graph's nodes."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(3, 6), nn.Linear(6, 2)
+
+    def forward(self, x):
+        h = torch.relu(self.fc1(x))
+        index = torch.tensor([0, 1, 1, 2, 0])
+        return self.fc2(torch.zeros(3, h.shape[1]).index_add(0, index, h) + h[:3])
+
+
+def test_channels_go_through_sums_over_neighbours():
+    torch.manual_seed(0)
+    net, x = Neighbours(), torch.randn(5, 3)
+    with torch.no_grad():
+        net.fc1.weight[:4], net.fc1.bias[:4] = 0, 0
+    small = dh.compact(net, x)
+    assert small.fc1.out_features == 2
+    assert_close(small(x), net(x))
+
+
+def test_a_group_norm_right_behind_the_input_is_followed():
+    net = nn.Sequential(nn.GroupNorm(2, 4), nn.Conv2d(4, 6, 1), nn.ReLU(), nn.Conv2d(6, 2, 1))
+    (unit,) = dh.Coupled(net, torch.randn(2, 4, 3, 3)).units()
+    assert unit.count == 6
