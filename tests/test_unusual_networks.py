@@ -131,6 +131,18 @@ def test_norms_of_responses_by_their_mean_lose_channels_exactly(dim, tmp_path):
     assert torch.equal(dh.load(tmp_path / "small.safetensors", made()).eval()(x), small(x))
 
 
+def test_a_weight_that_is_divided_by_its_length_loses_outputs_without_being_zero():
+    norm = nn.utils.parametrizations.weight_norm
+    net = nn.Sequential(norm(nn.Conv1d(3, 8, 3)), nn.ReLU(), nn.Conv1d(8, 2, 1)).double().eval()
+    x = numbers(2, 3, 9)
+    groups = dh.Coupled(net, x)
+    (unit,) = groups.units()
+    assert "0.parametrizations.weight.original1" not in unit.names
+    dh.prune(net, dh.Density(0.5), groups=groups)
+    small = dh.compact(net, x, groups=groups)
+    assert small[0].weight.shape == (4, 3, 3) and largest_gap(net(x), small(x)) < 1e-12
+
+
 def test_parts_of_a_bias_that_are_joined_on_the_way_are_followed():
     class Net(nn.Module):
         def __init__(self):

@@ -31,6 +31,7 @@ class Labels:
         self.writes: set[Place] = set()
         self.heads: list[Tensor] = []
         self.summed: list[Tensor] = []
+        self.directions: set[Place] = set()
         # By identity; the tensors are held too, or another could get a dead one's id.
         self._of: dict[int, tuple[Tensor, list[Tensor]]] = {}
         self._constants: dict[int, Tensor] = {}

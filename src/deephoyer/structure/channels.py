@@ -113,7 +113,8 @@ class ChannelGraph:
     of channels where one is passed on as the other without any weight: either can be taken out by itself, but
     zeroing all weights of one does not silence it. `wirings` are the modules that do so. `calls` are those that name
     sizes, and `sizes` the ones among them that the code must be told. The channels of `norms` may go only if they are
-    zero, not if they are merely read by nobody; so may those that are `summed` without weights.
+    zero, not if they are merely read by nobody; so may those that are `summed` without weights. Slices
+    at `directions` are divided by their own length and go as they are, since zero has none.
     """
 
     places: dict[Place, Tensor] = field(default_factory=dict)
@@ -122,6 +123,7 @@ class ChannelGraph:
     fixed: dict[int, str] = field(default_factory=dict)
     heads: set[int] = field(default_factory=set)
     summed: set[int] = field(default_factory=set)
+    directions: set[Place] = field(default_factory=set)
     touched: dict[str, set[int]] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)
     wirings: list[str] = field(default_factory=list)

@@ -104,8 +104,8 @@ class Coupled(Grouping):
 
     def _slices(self, place: Place, bins: Tensor, named: dict[str, nn.Parameter]) -> list[Slices]:
         name, dim = place
-        if name not in named:
-            return []  # a buffer, or a shortcut without weights
+        if name not in named or place in self.graph.directions:
+            return []  # a buffer, or a shortcut without weights; or what needs not be zero
         return [Slices.along(name, named[name], dim, 1, bins.to(named[name].device))]
 
 

@@ -346,6 +346,7 @@ class Follower(TorchDispatchMode):
             fixed={number[root]: why for root, why in n.joined.reasons().items() if root in number},
             heads=channels(n.heads),
             summed=channels(n.summed),
+            directions=n.directions,
             touched={name: channels(axes) for name, axes in self._seen.items()},
             order=list(self._order),
             wirings=list(self._wirings),

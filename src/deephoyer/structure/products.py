@@ -212,6 +212,8 @@ def normalises_weight(n: Labels, op: Operation) -> None:
         n.set(op.outs[0], meet(n, [(v.shape, n.of(v)), (g.shape, n.of(g))], op.where))
         if n.is_weight(v):
             n.set_view(op.outs[0])
+        if (name := n.owner(v)) is not None:
+            n.directions.add((name, dim))
     else:
         mixes(n, op)
 

@@ -36,7 +36,7 @@ def zero(model: nn.Module, graph: ChannelGraph, dead: Tensor) -> None:
     with torch.no_grad():
         for (name, dim), channels in graph.places.items():
             gone = dead[channels]
-            if not gone.any():
+            if not gone.any() or (name, dim) in graph.directions:
                 continue
             if name in graph.wirings:
                 _unwire(model.get_submodule(name), dim, gone)
