@@ -75,7 +75,9 @@ def size(model: nn.Module) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", default=NAMES)
-    for name in parser.parse_args().names:
+    parser.add_argument("--alone", action="store_true", help="without Torch-Pruning, which may not come to an end")
+    chosen = parser.parse_args()
+    for name in chosen.names:
         model, x = network(name)
         start = time.process_time()
         groups = dh.Coupled(model, x)
@@ -85,10 +87,10 @@ def main() -> None:
         small = dh.compact(model, x, groups=groups)
         compact = time.process_time() - start
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / size(model)
-        theirs = by_torch_pruning(copy.deepcopy(model), x)
+        theirs = "" if chosen.alone else f"Torch-Pruning {by_torch_pruning(copy.deepcopy(model), x)}"
         print(
             f"{name:12} {size(model) / 2**20:7.0f} MiB  Coupled {graph:5.1f} s  compact {compact:5.1f} s  "
-            f"left {size(small) / size(model):.2f}  peak {peak:4.1f} × its weights  Torch-Pruning {theirs}",
+            f"left {size(small) / size(model):.2f}  peak {peak:4.1f} × its weights  {theirs}",
             flush=True,
         )
 

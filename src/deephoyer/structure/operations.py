@@ -266,7 +266,7 @@ def joins_on(n: Labels, op: Operation) -> None:
         for d in range(tensor.dim()):
             if d != dim and axes[0].shape[d] > 1 and n.varies(axes[0], d):
                 axes = [n.tie(axes[0], d)]
-        row = axes[0].movedim(dim, -1).reshape(-1, axes[0].shape[dim])[0]
+        row = axes[0].movedim(dim, 0).flatten(1)[:, 0] if tensor.dim() > 1 else axes[0]
         rows.append(row)
         mine = [a for a in n.of(tensor) if not n.varies(a, dim)]
         others.append(([1 if d == dim else s for d, s in enumerate(tensor.shape)], [_short(n, a, dim) for a in mine]))
