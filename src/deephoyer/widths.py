@@ -19,7 +19,6 @@ from deephoyer.executed import executed
 from deephoyer.inference import Examples
 from deephoyer.rules import Scores
 from deephoyer.structure import Coupled
-from deephoyer.structure.remove import tensor_of
 from deephoyer.weights import all_weights
 
 Live = Mapping[str, int]
@@ -111,8 +110,9 @@ def rows_of(groups: Coupled) -> dict[str, float]:
     """How many rows of weights make a channel of each set: one for a plain channel, a head has many."""
     found = dict.fromkeys(widths_of(groups), 0.0)
     sides = sides_of(groups)
+    matrices = {name for name, tensor in groups.model.named_parameters(remove_duplicate=False) if tensor.dim() >= 2}
     for name, dim in groups.graph.writes:
-        if tensor_of(groups.model, name).dim() >= 2 and dim in sides.get(name, {}):
+        if name in matrices and dim in sides.get(name, {}):
             for one, each in sides[name][dim].of_sets.items():
                 found[one] += each
     return {name: rows or 1.0 for name, rows in found.items()}
