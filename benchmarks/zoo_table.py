@@ -15,8 +15,8 @@ inputs that compaction has not seen (float64 up to 40M parameters, float32 above
 with random weights. Made by `python benchmarks/zoo.py --out zoo.jsonl --side` and `--render docs/zoo.md`; do not edit.
 
 - **smaller**: 40 % of the parameters or more are gone;
-- **heads and neurons**: a network whose width a norm holds, and of all channels that it does not hold half are gone; or
-  of what lies between embeddings and the output layer, nearly half is gone;
+- **heads and neurons**: a network whose width a norm holds, and of all channels that it does not hold, heads and
+  neurons among them, half are gone; or of what lies between embeddings and the output layer, nearly half is gone;
 - outputs may differ by 1e-9 of their scale in float64, by 1e-5 where a network itself computes something in float32
   (Hugging Face's RMSNorms), by 2e-3 in float32;
 - **less**: exact, but fewer parameters went; **refused**: see the reasons below; **wrong**: outputs differ;
@@ -24,7 +24,8 @@ with random weights. Made by `python benchmarks/zoo.py --out zoo.jsonl --side` a
   parameters. It does not keep what a network computes.
 
 The first column of numbers says how many of a family's networks on the list (`benchmarks/zoo.txt`) were run: small
-ones first, so the shares are not those of the whole list. Seconds are of one busy core, good for orders of magnitude.
+ones first, so the shares are not those of the whole list. Seconds are of one busy core, good for orders of magnitude,
+and many were measured before the graph became faster. Torch-Pruning has 30 processor seconds for each network.
 """
 COLUMNS = ("smaller", "heads and neurons", "less", "refused", "wrong", "timeout", "died", "not built")
 

@@ -135,7 +135,7 @@ SLOW: dict[str, tuple[Callable[[], Made], float, float]] = {
     "resnet, timm": (zoo("timm", "seresnet50"), 0.4, 1e-9),
 }
 EVERY = [*NETWORKS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
-# torch's exporter makes a constant of the batch in T5's masks; onnxruntime's outputs of the smaller UNet differ by 1 %.
+# torch.export fails on T5, dense or not; onnxruntime's outputs of the smaller UNet differ by 1 %.
 NO_EXPORT = {"t5", "t5, gated", "unet, diffusers"}
 
 
