@@ -136,7 +136,7 @@ def _detection(name: str) -> Built:
 
 
 def _backbone(name: str) -> Built:
-    return _readable(_detector(name).backbone, [_image(IMAGE), _image(LARGE_IMAGE)])  # type: ignore[arg-type]
+    return _readable(_detector(name).backbone, [_image(IMAGE), _image(LARGE_IMAGE), _image(300)])  # type: ignore[arg-type]
 
 
 def _flow(name: str) -> Built:
