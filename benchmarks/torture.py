@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import torch
 
 import image_folders
-from deephoyer.lab import cli, data, search  # noqa: F401 (all that is loaded before the forks need not be after)
+from deephoyer.lab import cli, data, search  # what is loaded before the forks need not be after
 from deephoyer.lab.report import run_page
 from deephoyer.lab.train import result, run
 
@@ -52,6 +52,8 @@ class Kind:
     words: tuple[str, ...]
     wrong: Callable[[Path], list[str]]
     kills: int
+    most: float = float("inf")
+    """Kills of one folder: of a search no more than a trial's worker may die."""
     done: int = 0
     ended: int = 0
 
@@ -143,15 +145,15 @@ def torture(
     number = 0
     while kind.done < kind.kills:
         folder = place / f"{name.replace(' ', '-')}-{number}"
-        number += 1
+        number, here = number + 1, 0
         while True:
             child = start(kind.words, folder)
-            enough = kind.done >= kind.kills
+            enough = kind.done >= kind.kills or here >= kind.most
             most = longest / 4 if draw.random() < 0.8 else longest  # or nothing would ever come to its end
             status = ended(child, 3600 if enough else draw.uniform(0, most))
             if status is None:
                 kill(child, everyone=name != "searches" or draw.random() < 0.5)
-                kind.done += 1
+                kind.done, here = kind.done + 1, here + 1
             elif status == 0:
                 kind.ended += 1
                 found += kind.wrong(folder)
@@ -168,6 +170,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", choices=SHARES, help="kills of this kind alone")
     words = parser.parse_args()
     draw, began, found = random.Random(words.seed), time.monotonic(), []
     data.load("mnist")
@@ -183,7 +186,10 @@ def main() -> None:
             compare = lambda folder, whole=whole: differences(whole, folder)  # noqa: E731
             kinds[name] = Kind(command, compare, round(words.kills * SHARES[name])), seconds
         left = words.kills - sum(kind.kills for kind, _ in kinds.values())
-        kinds["searches"] = Kind(SEARCH, wrong_trials, left), 4 * kinds["single runs"][1]
+        kinds["searches"] = Kind(SEARCH, wrong_trials, left, search.RETRIES), 4 * kinds["single runs"][1]
+        if words.only:
+            kinds = {words.only: kinds[words.only]}
+            kinds[words.only][0].kills = words.kills
         for name, (kind, longest) in kinds.items():
             found += torture(kind, name, place, longest, draw, lambda text: print(text, flush=True))
     total = sum(kind.done for kind, _ in kinds.values())

@@ -218,6 +218,16 @@ def test_a_damaged_cifar_10_file_is_named(tmp_path, tiny):
         data.load("cifar10", folder=str(tmp_path), limit=2)
 
 
+def test_fetching_what_is_there_already_checks_it(tmp_path, tiny, command):
+    planes, labels, _ = tiny
+    cifar10.home().mkdir(parents=True)
+    as_binary(cifar10.home(), planes, labels)
+    assert command("data", "cifar10")[:2] == (0, f"cifar10 is whole, in {cifar10.home()}\n")
+    (cifar10.home() / "test_batch.bin").write_bytes(b"x" * forms.RECORD)
+    status, _, told = command("data", "cifar10")
+    assert status == 2 and "test_batch.bin is damaged" in told and "whole" not in told
+
+
 def test_without_a_network_every_place_that_was_tried_is_named(monkeypatch, tiny):
     def offline(*_, **__):
         raise OSError("no route")

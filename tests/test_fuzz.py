@@ -36,7 +36,9 @@ from deephoyer.lab.recipe import Command
 from deephoyer.lab.report import record as records
 from deephoyer.lab.report.verify import contradictions
 from deephoyer.lab.runs import checkpoint
+from deephoyer.lab.runs.folder import RunFolder
 from deephoyer.lab.train import run as runs
+from deephoyer.lab.train.result import finish
 from deephoyer.lab.train.run import Run
 
 TRIES = int(os.environ.get("DEEPHOYER_FUZZ", 0))
@@ -300,6 +302,45 @@ def test_temporary_files_of_killed_writers_are_removed_by_the_next_run(halfway, 
     job.folder.open()
     job.folder.close()
     assert not any(path.exists() for path in left)
+
+
+@pytest.fixture(scope="module")
+def finished(halfway, tmp_path_factory):
+    """The folder of the same run, gone on to its end."""
+    folder = shutil.copytree(halfway, tmp_path_factory.mktemp("finished") / "run")
+    command = Command("demo", QUICK)
+    finish(Run(command.read(), folder, command=command).execute())
+    return folder
+
+
+DAMAGE = {
+    "recipe.yaml": [b"\xff\xfe", b"[" * 5000, b"model: 3"],
+    "summary.json": [b"{}", b'{"format": "deephoyer-result-2"}', b"[]", b"\xff", b"{" * 100_000],
+    "command.json": [b"[]", b'{"base": 3}', b'{"base": "demo", "overrides": 3}', b"\xff"],
+    "metrics.jsonl": [b"{\n", b"[]\n", b"\xff"],
+    "environment.json": [b"\xff"],
+}
+
+
+@pytest.mark.parametrize("file, content", [(file, content) for file, each in DAMAGE.items() for content in each])
+def test_a_finished_folder_with_a_damaged_file_is_read_or_refused_in_a_line(finished, tmp_path, file, content):
+    folder = shutil.copytree(finished, tmp_path / "run")
+    (folder / file).write_bytes(content)
+    command = Command("demo", QUICK)
+    taken_or_refused(lambda: finish(Run(command.read(), folder, command=command).execute()))
+    taken_or_refused(lambda: RunFolder(folder).command())
+    taken_or_refused(lambda: RunFolder(folder).metrics())
+    taken_or_refused(lambda: RunFolder(folder).recipe())
+
+
+def test_a_finished_training_without_environment_or_summary_is_completed(finished, tmp_path):
+    folder = shutil.copytree(finished, tmp_path / "run")
+    for name in ("environment.json", "summary.json", "metrics.jsonl"):
+        (folder / name).unlink()
+    command = Command("demo", QUICK)
+    record = finish(Run(command.read(), folder, command=command).execute())
+    assert "was lost" in record["environment"]["of"]
+    assert (folder / "finetuned.safetensors").read_bytes() == (finished / "finetuned.safetensors").read_bytes()
 
 
 # Data: archives, sheets of images, labels

@@ -97,7 +97,10 @@ class RunFolder:
     def command(self) -> Command | None:
         """The words that the run was started with; None for one that was started from Python."""
         said = self.read_json(COMMAND)
-        return Command(said["base"], tuple(said["overrides"])) if said.get("base") else None
+        base, overrides = (said.get("base"), said.get("overrides", [])) if isinstance(said, dict) else (said, None)
+        if not isinstance(overrides, list) or not all(isinstance(word, str) for word in (base or "", *overrides)):
+            raise UserError(f"{self.path / COMMAND}: is damaged: it should hold the words of the run's start.")
+        return Command(base, tuple(overrides)) if base else None
 
     def write_words(self, command: Command | None, recipe: Recipe) -> None:
         """What was typed, what it came to, and the run's identity, by which other runs find it."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from deephoyer.errors import UserError
 from deephoyer.export import save
+from deephoyer.lab.runs import environment
 from deephoyer.lab.runs.folder import RunFolder
 from deephoyer.lab.train.run import Run
 from deephoyer.latency import by_layer
@@ -23,6 +24,8 @@ from deephoyer.structure import Coupled, compact, compact_report, tidy
 from deephoyer.summary import Summary, summary
 
 FORMAT = "deephoyer-result-2"
+ALWAYS = ("recipe", "digest", "environment", "protocol", "accuracy", "sparse", "files")
+"""What every record of a run has."""
 COMPACT = "compact.safetensors"
 BATCHES = (1, 64, 256)
 """Batch sizes at which the dense and the compacted network are timed."""
@@ -35,6 +38,9 @@ def recorded(folder: RunFolder) -> dict[str, Any]:
     record = folder.read_json("summary.json")
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         raise UserError(f"{folder.path}: summary.json is not one that this deephoyer wrote.")
+    missing = [key for key in ALWAYS if key not in record]
+    if missing:
+        raise UserError(f"{folder.path}: summary.json is damaged: it has no {missing[0]}. Delete it, and run it again.")
     return record
 
 
@@ -49,7 +55,7 @@ def finish(run: Run) -> dict[str, Any]:
         "format": FORMAT,
         "recipe": run.recipe.model_dump(mode="json"),
         "digest": run.recipe.digest(),
-        "environment": run.folder.read_json("environment.json"),
+        "environment": _environment(run),
         "protocol": run.recipe.epoch_selection,
         "selected": run.state.selected,
         "accuracy": run.state.accuracy,
@@ -71,6 +77,13 @@ def finish(run: Run) -> dict[str, Any]:
         record["not_compacted"] = str(why)
     run.folder.write_json("summary.json", record)
     return record
+
+
+def _environment(run: Run) -> Any:
+    """Where the run took place; where that was lost, where it is finished."""
+    if (run.folder / "environment.json").exists():
+        return run.folder.read_json("environment.json")
+    return environment.describe(run.device) | {"of": "the end alone: environment.json was lost"}
 
 
 def _graph(run: Run, example: Tensor) -> Coupled | UserError:
