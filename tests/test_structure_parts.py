@@ -12,9 +12,11 @@ from torch.testing import assert_close
 import deephoyer as dh
 from deephoyer.structure.attention import NarrowAttention, opened
 from deephoyer.structure.fold_constants import fold
+from deephoyer.structure.inputs import random_like
 from deephoyer.structure.joints import Gather, merged
 from deephoyer.structure.layers import CONV, EMBEDDING, LINEAR, TRANSPOSED_CONV, clear, kind_of
 from deephoyer.structure.remove import resize
+from deephoyer.structure.shape import describe, reshape_
 from deephoyer.structure.sizes import asked_sizes
 
 
@@ -165,3 +167,68 @@ def test_a_group_norm_right_behind_the_input_is_followed():
     net = nn.Sequential(nn.GroupNorm(2, 4), nn.Conv2d(4, 6, 1), nn.ReLU(), nn.Conv2d(6, 2, 1))
     (unit,) = dh.Coupled(net, torch.randn(2, 4, 3, 3)).units()
     assert unit.count == 6
+
+
+def test_inputs_like_the_given_ones_are_drawn_anew_and_what_cannot_be_drawn_stays():
+    given = {
+        "x": torch.zeros(4, 50),
+        "ids": torch.tensor([[3, 7, 5]]),
+        "mask": torch.ones(2, 40, dtype=torch.bool),
+        "none": torch.zeros(0, 3),
+        "flag": 3,
+    }
+    drawn, bold = random_like(given), random_like(given, bold=True)
+    assert drawn["x"].shape == (4, 50) and 0.8 < drawn["x"].std() < 1.2
+    assert drawn["ids"].min() >= 3 and drawn["ids"].max() <= 7 and bold["ids"].min() >= 0
+    assert drawn["mask"].all() and 0 < bold["mask"].sum() < 80
+    assert drawn["none"].shape == (0, 3) and drawn["flag"] == 3
+
+
+def test_a_loose_tensor_may_shrink_to_a_single_number_and_attention_to_fewer_heads():
+    net = nn.Module()
+    net.scale = nn.Parameter(torch.ones(4))
+    described = describe(net)
+    described["tensors"]["scale"] = [1]
+    reshape_(net, described)
+    assert net.scale.shape == (1,)
+    attention = nn.MultiheadAttention(8, 4)
+    reshape_(attention, describe(attention) | {"sizes": {"": {"num_heads": 2}}})
+    assert isinstance(attention, NarrowAttention) and attention.num_heads == 2
+
+
+class Between(nn.Module):
+    """Something between two linear layers, on the channels' tensor."""
+
+    def __init__(self, middle, width):
+        super().__init__()
+        self.fc1, self.fc2, self.middle = nn.Linear(3, 6), nn.Linear(width, 2), middle
+
+    def forward(self, x):
+        return self.fc2(self.middle(torch.relu(self.fc1(x))))
+
+
+def gated(h):
+    a, b = torch.split(h, 3, 2)
+    return a * b.sigmoid()
+
+
+@pytest.mark.parametrize(
+    "middle, width, channels",
+    [
+        (lambda h: torch.roll(h, 2, 1), 6, 6),
+        (lambda h: h.flip([1]), 6, 6),
+        (gated, 3, 3),
+        (lambda h: h.unbind(1)[0][:, None], 6, 6),
+    ],
+    ids=["rolled", "flipped", "split", "unbound"],
+)
+def test_channels_are_followed_through_what_moves_other_dimensions(middle, width, channels):
+    torch.manual_seed(0)
+    net, x = Between(middle, width), torch.randn(2, 5, 3)
+    (unit,) = dh.Coupled(net, x).units()
+    assert unit.count == channels
+    with torch.no_grad():
+        net.fc1.weight[::3], net.fc1.bias[::3], net.fc2.weight[:, ::3] = 0, 0, 0
+    small = dh.compact(net, x)
+    assert small.fc1.out_features == 4
+    assert_close(small(x), net(x))
