@@ -45,8 +45,8 @@ NEAREST: dict[str, list[str]] = {
     "strength.py": ["strength", "regularizer", "misuse"],
     "strength_control.py": ["strength_control", "strength"],
     "structure": ["structure_parts", "coupled", "tidy", "joints", "unusual_networks", "smaller", "compact"],
-    "export": ["export", "fuzz", "joints"],
-    "lab/runs/checkpoint.py": ["run", "fuzz", "training_parts", "models"],
+    "export": ["checkpoints", "export", "fuzz", "joints"],
+    "lab/runs/checkpoint.py": ["checkpoints", "run", "fuzz", "training_parts", "models"],
 }  # fmt: skip
 """Of each room (a file or a folder of the package) the files of tests that are nearest to it."""
 NO_TESTS = 5

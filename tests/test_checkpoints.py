@@ -1,0 +1,78 @@
+"""Checkpoints by themselves: how many are kept, what an optimizer's state may be, weights from torch files."""
+
+import os
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import deephoyer as dh
+from deephoyer.lab.runs import checkpoint
+
+
+def test_the_last_two_checkpoints_are_kept_and_the_newest_is_read(tmp_path):
+    for number in range(5):
+        checkpoint.save(tmp_path, {"x": torch.tensor([float(number)])}, {"number": number})
+    assert checkpoint.numbers(tmp_path) == [4, 5]
+    tensors, state, troubles = checkpoint.newest(tmp_path)
+    assert tensors["x"].item() == 4 and state == {"number": 4} and troubles == []
+
+
+@pytest.mark.parametrize("name", ["x.step", "99.step", "0.", "2.step"])
+def test_state_that_no_parameter_of_the_optimizer_has_is_refused(name):
+    net = nn.Linear(3, 2)
+    with pytest.raises(dh.UserError, match="which this run's has not"):
+        checkpoint.refill(torch.optim.Adam(net.parameters()), {name: torch.ones(())}, {})
+
+
+@pytest.mark.parametrize("around", [lambda s: s, lambda s: {"state_dict": s}, lambda s: {"model": s}])
+def test_a_torch_file_of_weights_fills_a_model(tmp_path, around):
+    net, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    torch.save(around({f"module.{k}": v for k, v in net.state_dict().items()}), tmp_path / "net.pt")
+    assert checkpoint.fill(other, tmp_path / "net.pt", "start") == []
+    assert torch.equal(other.weight, net.weight)
+
+
+class Runs:
+    def __reduce__(self):
+        return os.mkdir, ("it-ran",)
+
+
+def test_a_torch_file_that_wants_to_run_something_is_not_opened(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save({"x": Runs()}, "net.pt")
+    with pytest.raises(dh.UserError, match="holds more than tensors, and is not opened"):
+        checkpoint.fill(nn.Linear(3, 2), tmp_path / "net.pt", "start")
+    assert not (tmp_path / "it-ran").exists()
+
+
+def test_only_a_classifier_of_other_classes_may_differ_and_only_where_that_is_said(tmp_path):
+    def net(classes, width=4):
+        return nn.Sequential(nn.Linear(3, width), nn.ReLU(), nn.Linear(width, classes))
+
+    given, wanted = net(5), net(7)
+    torch.save(given.state_dict(), tmp_path / "net.pt")
+    with pytest.raises(dh.UserError, match="does not fit the model"):
+        checkpoint.fill(wanted, tmp_path / "net.pt", "start")
+    assert checkpoint.fill(wanted, tmp_path / "net.pt", "start", classes_may_differ=True) == ["2.weight", "2.bias"]
+    assert torch.equal(wanted[0].weight, given[0].weight)
+    with pytest.raises(dh.UserError, match="does not fit the model"):
+        checkpoint.fill(net(7, width=6), tmp_path / "net.pt", "start", classes_may_differ=True)
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_pickles_of_every_protocol_are_known_for_what_they_are(tmp_path, protocol):
+    (tmp_path / "net.safetensors").write_bytes(pickle.dumps({"a": [1, 2, 3]}, protocol))
+    with pytest.raises(dh.UserError, match="is a pickle"):
+        dh.load(tmp_path / "net.safetensors", model=nn.Linear(3, 2))
+
+
+@pytest.mark.parametrize(
+    "tensor", [torch.ones(3, dtype=torch.complex64), torch.eye(3).to_sparse(), torch.ones(3, device="meta")]
+)
+def test_tensors_that_files_cannot_hold_are_refused(tmp_path, tensor):
+    net = nn.Linear(3, 2)
+    net.register_buffer("extra", tensor)
+    with pytest.raises(dh.UserError, match=r"extra is .*can't be saved"):
+        dh.save(net, tmp_path / "net.safetensors")
