@@ -45,6 +45,7 @@ $(VENV)/.package: pyproject.toml constraints.txt
 ifneq ($(TORCH),)
 	grep -vE '^(torch|torchvision|torchao|triton|nvidia-.*|cuda-.*)==' constraints.txt > $(CONSTRAINTS)
 	$(if $(filter-out newest,$(TORCH)),echo 'torch==$(TORCH)' >> $(CONSTRAINTS))
+	$(if $(filter 2.9%,$(TORCH)),echo 'torchao==0.14.1' >> $(CONSTRAINTS))  # later ones need a later torch
 endif
 	@echo "installing deephoyer into $(VENV) (torch is large: a minute or more)"
 	$(PIP) --editable ".[lab]"

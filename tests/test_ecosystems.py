@@ -68,6 +68,9 @@ def test_a_folder_that_does_not_fit_is_refused_in_a_line(tmp_path):
 
 def test_only_the_matrices_of_an_adapter_are_meant_and_the_frozen_ones_are_named():
     peft = pytest.importorskip("peft")
+    pytest.importorskip(
+        "torchao", minversion="0.16", reason="peft refuses an older torchao, all that goes with torch 2.9"
+    )
     model = peft.get_peft_model(llama(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
     reg = dh.Regularizer(model)
     names = [term.unit.name for term in reg.terms]
@@ -145,6 +148,9 @@ def test_zeros_hold_under_optimizers_with_states_of_a_few_bits(bits):
 
 
 def test_an_int8_network_is_counted_in_bytes_and_not_saved():
+    pytest.importorskip(
+        "torchao", minversion="0.16", reason="older int8 tensors, as with torch 2.9, can't be compared with 0"
+    )
     quantization = pytest.importorskip("torchao.quantization")
     net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
     dense = dh.summary(net, torch.randn(2, 64), latency=False).total

@@ -431,6 +431,8 @@ _RULES: tuple[tuple[Rule, str], ...] = (
     (restrides, "as_strided"),
     (pads, "constant_pad_nd"),
     (pointwise, "hardswish _prelu_kernel native_dropout copy masked_fill where zeros_like ones_like"),
+    # In place these have no tag in torch 2.9.
+    (pointwise, "hardtanh leaky_relu elu gelu mish hardsigmoid celu selu threshold rrelu"),
     (reduces, "mean sum amax amin max min var std norm linalg_vector_norm logsumexp prod var_mean any all"),
     (orders, "_softmax softmax _log_softmax log_softmax cumsum cumprod sort topk argsort argmax argmin"),
     (shuffles_pixels, "pixel_shuffle pixel_unshuffle"),
