@@ -158,7 +158,7 @@ def test_a_plan_killed_in_any_of_its_phases_ends_bit_for_bit_the_same():
 
 
 def test_the_penalty_presses_while_it_regularizes_and_lets_go_afterwards():
-    _, plan = run(6, stages=Stages(0.25, 0.5), rounds=1)
+    _, plan = run(6, stages=Stages(0.25, 0.5), rounds=1, control=False)
     strengths = [line["strength"] for line in plan.history]
     assert strengths[0] == strengths[1] == {}, "dense"
     assert all(s["coupled"] > 0 for s in strengths[3:6]), "of the third epoch it looked at the gradients"
@@ -167,7 +167,7 @@ def test_the_penalty_presses_while_it_regularizes_and_lets_go_afterwards():
     assert plan.metrics()["strength"] == 0 and plan.metrics()["share"] <= 0.306
 
 
-def test_the_penalty_rests_when_the_density_is_what_the_next_prune_keeps():
+def test_the_penalty_rests_when_the_density_is_on_its_way_to_what_the_next_prune_keeps():
     """However hard it pulls: pressed on, so many channels die that layers are left with a few."""
 
     def density(**settings):

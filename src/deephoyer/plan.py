@@ -35,6 +35,8 @@ MOST_LINES = 30
 """Lines of a report's table of epochs before it is shortened."""
 LINES = 40
 """How many lines of history a plan that counts steps has, besides those with scores."""
+PART_OF_THE_WAY = 0.1
+"""How far the penalty takes the density towards what the next prune keeps: it shows which channels are to go."""
 LOOK_EVERY = 10
 """After how many steps it is looked whether the penalty has done enough: once it acts, densities fall ever faster."""
 
@@ -234,7 +236,8 @@ class Plan:
             return
         if self._enough is None and self.control and (self.pull or self._given):
             kept = self.cutter.plan(self.share_of_level(self.level + 1)).kept()
-            self._enough = kept * self._density_whole
+            now = self.regularizer.effective_density().item()
+            self._enough = now + PART_OF_THE_WAY * (kept * self._density_whole - now)
         if self._watch is None and (self.pull or self._given):
             self._watch = self.optimizers[-1].register_step_post_hook(self._look)
         self._attach()
@@ -265,7 +268,7 @@ class Plan:
             self._attached = False
 
     def _pressed(self) -> bool:
-        """Whether the density has fallen to what the next prune keeps: below that, it would take layers it need not."""
+        """Whether the density has fallen far enough: pressed on, layers lose more than they need."""
         return self._enough is not None and self.regularizer.effective_density().item() <= self._enough
 
     def _calibrate(self, optimizer: torch.optim.Optimizer) -> None:
