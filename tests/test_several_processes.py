@@ -137,10 +137,10 @@ def stop_in_regularize(run):
 
     plain = run._epoch
 
-    def stopping(stage, *args):
-        if stage == "regularize":
+    def stopping(*args):
+        if run.state.stage == "regularize":
             raise Stop
-        return plain(stage, *args)
+        return plain(*args)
 
     run._epoch = stopping
     with pytest.raises(Stop):
