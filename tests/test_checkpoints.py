@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import deephoyer as dh
+from deephoyer.export import manifest
 from deephoyer.lab.runs import checkpoint
 
 
@@ -76,3 +77,35 @@ def test_tensors_that_files_cannot_hold_are_refused(tmp_path, tensor):
     net.register_buffer("extra", tensor)
     with pytest.raises(dh.UserError, match=r"extra is .*can't be saved"):
         dh.save(net, tmp_path / "net.safetensors")
+
+
+def test_an_old_checkpoint_that_is_gone_already_is_no_trouble(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "numbers", lambda folder: [1, 2, 3])
+    assert checkpoint.save(tmp_path, {"x": torch.ones(1)}, {}).name == "000004.safetensors"
+
+
+def test_a_name_with_a_colon_is_refused(tmp_path):
+    net = nn.Linear(3, 2)
+    net.register_buffer("odd:", torch.ones(2))
+    with pytest.raises(dh.UserError, match="'odd:' has a colon in it"):
+        dh.save(net, tmp_path / "net.safetensors")
+
+
+@pytest.mark.parametrize(("kind", "told"), [("DTensor", "gather the model's state first"), ("Int8", "is quantized")])
+def test_of_a_tensor_that_is_more_than_one_it_is_told_what_to_do(tmp_path, kind, told):
+    net = nn.Linear(3, 2)
+    net.register_buffer("odd", torch.ones(2).as_subclass(type(kind, (torch.Tensor,), {})))
+    with pytest.raises(dh.UserError, match=f"odd is a {kind}, which files can't hold: .*{told}"):
+        dh.save(net, tmp_path / "net.safetensors")
+
+
+@pytest.mark.parametrize("version", [-1, 2**31, True, "1"])
+def test_a_modules_version_is_a_whole_number(version):
+    with pytest.raises(ValueError, match="not a version"):
+        manifest._version("versions.fc", version)
+
+
+def test_no_packed_tensor_is_larger_than_an_address_can_say():
+    manifest._packed("packed.w", {"shape": [2**62 - 1], "form": "bitmap"})
+    with pytest.raises(ValueError, match="not a list of up to 16 sizes"):
+        manifest._packed("packed.w", {"shape": [2**62], "form": "bitmap"})
