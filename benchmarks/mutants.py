@@ -43,7 +43,7 @@ NEAREST: dict[str, list[str]] = {
     "rules.py": ["rules", "masks", "multiples", "misuse"],
     "masks.py": ["masks", "rules", "multiples", "misuse", "sharded"],
     "strength.py": ["strength", "regularizer", "misuse"],
-    "strength_control.py": ["strength_control", "strength"],
+    "lab/train/strength_control.py": ["strength_control", "strength"],
     "structure": ["structure_parts", "coupled", "tidy", "joints", "unusual_networks", "smaller", "compact"],
     "export": ["checkpoints", "export", "fuzz", "joints"],
     "lab/runs/checkpoint.py": ["checkpoints", "run", "fuzz", "training_parts", "models"],

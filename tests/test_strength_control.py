@@ -14,8 +14,8 @@ from deephoyer.errors import UserError
 from deephoyer.lab import recipe
 from deephoyer.lab.train.progress import Silent
 from deephoyer.lab.train.run import Run
+from deephoyer.lab.train.strength_control import MOST, correction
 from deephoyer.strength import Cosine, Listed
-from deephoyer.strength_control import MOST, correction
 from test_run import same, weights
 
 SHORT = [

@@ -43,10 +43,10 @@ from deephoyer.lab.train.optim import make_optimizer, rate_at, rates_in
 from deephoyer.lab.train.progress import Silent
 from deephoyer.lab.train.pruning import pruned, warning_of_loss
 from deephoyer.lab.train.step import CapturedStep, PlainStep
+from deephoyer.lab.train.strength_control import Pursuit, aim_of
 from deephoyer.masks import Hold, Masks
 from deephoyer.penalties import PENALTIES
 from deephoyer.regularizer import Regularizer
-from deephoyer.strength_control import Pursuit, aim_of
 
 METHOD_FILE = "method.safetensors"
 """What a method trained besides the weights, for runs that start from this one's network."""
