@@ -7,9 +7,10 @@
 All ways train the same network on the same batches with one cosine decay over all epochs, and hand back the epoch after
 the last prune that did best on images held out from training. Magnitude prunes once or in rounds, at the threshold
 (in standard deviations of a layer) that leaves the MACs asked for. The plan is there once more without its penalty,
-with widths by what channels cost, and with a penalty that presses on when it has done enough. `--on validation` prints
-the accuracy on what was held out, which is what defaults were chosen on; `--on test` that on the test set. On a GPU
-networks train in bfloat16, channels last, forward and backward passes captured in a CUDA graph; `--jobs` share it.
+with group lasso, with widths by what channels cost, and with a penalty that presses on when it has done enough.
+`--on validation` prints the accuracy on what was held out, which is what defaults were chosen on; `--on test` that on
+the test set; `--out` keeps both. On a GPU networks train in bfloat16, channels last, forward and backward passes
+captured in a CUDA graph; `--jobs` share it.
 """
 
 from __future__ import annotations
@@ -208,6 +209,7 @@ def ways(epochs: int) -> Iterator[tuple[str, Callable[[Job, int], nn.Module]]]:
     yield "magnitude, 3 rounds early", lambda job, seed: by_magnitude(job, seed, same)
     yield "plan", by_plan
     yield "plan, no penalty", lambda job, seed: by_plan(job, seed, pull=0.0)
+    yield "plan, group lasso", lambda job, seed: by_plan(job, seed, penalty="l1")
     yield "plan, by cost", lambda job, seed: by_plan(job, seed, by_cost=True)
     yield "plan, never resting", lambda job, seed: by_plan(job, seed, control=False)
 
@@ -232,14 +234,15 @@ def opened(args: argparse.Namespace) -> Job:
     )
 
 
-def outcome(args: argparse.Namespace, title: str, seed: int) -> tuple[float, int, float]:
-    """Accuracy, MACs and seconds of one training; several may run at once, each in a process that keeps its data."""
+def outcome(args: argparse.Namespace, title: str, seed: int) -> dict[str, Any]:
+    """What one training came to; several may run at once, each in a process that keeps its data."""
     job = _opened_once(args)
     began = time.monotonic()
     model = dict(ways(job.epochs))[title](job, seed)
-    images = job.held_out if args.on == "validation" else job.test
-    accuracy = job.accuracy(model, images)
-    return accuracy, count(model, job.example)[1].macs_executed or 0, time.monotonic() - began
+    line = {"way": title, "seed": seed, "validation": job.accuracy(model, job.held_out)}
+    line |= {"test": job.accuracy(model, job.test), "seconds": time.monotonic() - began}
+    print(f"{title}, seed {seed}: {line[args.on]:.2%} in {line['seconds']:.0f} s", flush=True)
+    return line | {"macs": count(model, job.example)[1].macs_executed or 0}
 
 
 _JOBS: dict[str, Job] = {}
@@ -277,21 +280,20 @@ def main() -> None:
     if args.jobs > 1:
         with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
             several = [pool.submit(outcome, args, *task) for task in tasks]
-            found = {task: each.result() for task, each in zip(tasks, several, strict=True)}
+            lines = [each.result() for each in several]
     else:
-        found = {task: outcome(args, *task) for task in tasks}
+        lines = [outcome(args, *task) for task in tasks]
     whole = count(make(args.network), _opened_once(args).example.cpu())[1].macs_executed or 1
     rows = [["way", "accuracy", "±", "MACs", "s a seed"]]
+    for line in lines:
+        line["macs"] /= whole
     for title in titles:
-        accuracies, macs, seconds = zip(*(found[title, seed] for seed in args.seeds), strict=True)
-        spread = statistics.stdev(accuracies) if len(accuracies) > 1 else 0.0
-        numbers = [f"{statistics.mean(accuracies):.2%}", f"{spread:.2%}", f"{statistics.mean(macs) / whole:.3f}"]
-        rows.append([title, *numbers, f"{statistics.mean(seconds):.0f}"])
+        of = [line for line in lines if line["way"] == title]
+        mean = {key: statistics.mean(line[key] for line in of) for key in (args.on, "macs", "seconds")}
+        spread = statistics.stdev(line[args.on] for line in of) if len(of) > 1 else 0.0
+        numbers = [f"{mean[args.on]:.2%}", f"{spread:.2%}", f"{mean['macs']:.3f}"]
+        rows.append([title, *numbers, f"{mean['seconds']:.0f}"])
     measuring.show("a plan and magnitude pruning", rows, [f"{time.monotonic() - began:.0f} s in all"])
-    lines = [
-        {"way": title, "seed": seed, "accuracy": accuracy, "macs": macs / whole, "seconds": seconds}
-        for (title, seed), (accuracy, macs, seconds) in found.items()
-    ]
     settings = {k: v for k, v in vars(args).items() if k != "out"}
     measuring.write(args.out, {"machine": measuring.machine(args.device), "settings": settings, "lines": lines})
 
