@@ -84,6 +84,13 @@ class Plan:
     seeds: tuple[int, ...]
     weights: str | None = None
     """A file that ResNet-50 begins with in the place of the recipe's, or null."""
+    strengths: dict[str, str] = field(default_factory=dict)
+    """Of methods by their names, in the place of those here and in the recipes."""
+
+    def penalty(self, method: str, *words: str) -> tuple[str, ...]:
+        """These words, and the strength that was given for the method."""
+        given = [f"regularize.strength={self.strengths[method]}"] if method in self.strengths else []
+        return (*(word for word in words if not given or "strength" not in word), *given)
 
     def from_dense(self, dense: Job) -> tuple[str, ...]:
         """The word that begins a run with the dense network, where the recipe has not that one."""
@@ -109,7 +116,8 @@ class Plan:
         dense = self.job(name, "dense, start", "", "parts/resnet-50-tiny-dense", *given)
         yield dense
         only = ("prune=null", "finetune=null")
-        lasso = ("regularize.penalty=l1", "regularize.strength=1e-2")
+        lasso = self.penalty("group lasso", "regularize.penalty=l1", "regularize.strength=1e-2")
+        group_hs = self.penalty("Group-HS")
 
         def cut(of: Job, method: str, aim: str, seed: int, *target: str) -> Job:
             return self.job(name, method, aim, base, "regularize=null", of.start(), *target, f"seed={seed}")
@@ -123,7 +131,7 @@ class Plan:
         for seed in self.seeds:
             own = (*self.from_dense(dense), f"seed={seed}")
             longer = "finetune.epochs=17"
-            hoyer, l1 = trained("Group-HS", seed), trained("group lasso", seed, *lasso)
+            hoyer, l1 = trained("Group-HS", seed, *group_hs), trained("group lasso", seed, *lasso)
             yield self.job(name, "dense, as long", "", base, "regularize=null", "prune=null", longer, *own)
             yield from (hoyer, cut(hoyer, "Group-HS", "0.4 MACs", seed))
             if seed == self.seeds[0]:
@@ -131,7 +139,7 @@ class Plan:
                 yield cut(hoyer, "Group-HS, multiples of 32", "0.25 MACs", seed, *fast)
             yield from (l1, cut(l1, "group lasso", "0.4 MACs", seed))
             yield self.job(name, "magnitude", "0.4 MACs", base, "regularize=null", longer, *own)
-            harder = trained("Group-HS", seed, "regularize.effective_density=0.35")
+            harder = trained("Group-HS", seed, *group_hs, "regularize.effective_density=0.35")
             lasso_too = trained("group lasso", seed, *lasso, "regularize.effective_density=0.35")
             teacher = json.dumps(shlex.join([dense.base, *sorted(dense.overrides)]))
             taught = f"distill={{teachers: [{teacher}], temperature: 2, weight: 0.5}}"
@@ -153,8 +161,8 @@ class Plan:
         own = (*self.from_dense(dense), seed)
         yield self.job(name, "dense, as long", "", base, "regularize=null", "prune=null", "finetune.epochs=14", *own)
         penalties: dict[str, tuple[str, ...]] = {
-            "Hoyer-Square": (),
-            "l1": ("regularize.penalty=l1", "regularize.strength=2e-5"),
+            "Hoyer-Square": self.penalty("Hoyer-Square"),
+            "l1": self.penalty("l1", "regularize.penalty=l1", "regularize.strength=2e-5"),
         }
         for aim in (0.15, 0.05):
             regularized = {}
@@ -299,6 +307,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--publish", type=Path, help="write records into this folder")
     parser.add_argument("--weights", help="a file that ResNet-50 begins with, or null")
+    parser.add_argument("--strengths", nargs="+", default=[], metavar="METHOD=VALUE", help="for its first epoch")
     parser.add_argument("--rates", action="store_true", help="time inference at the end")
     parser.add_argument("--size", type=int, default=224, help="of the images for the inference rates")
     parser.add_argument("--batch", type=int, default=256, help="and how many at once")
@@ -306,7 +315,8 @@ def main() -> None:
     chosen = parser.parse_args()
     torch.set_num_threads(max(1, torch.get_num_threads() // 2))  # records are written by the others
     here = ("device=cpu",) if chosen.device == "cpu" and torch.cuda.is_available() else ()
-    plan = Plan(chosen.scale, (*here, *chosen.changes), tuple(chosen.seeds), chosen.weights)
+    strengths = {method: value for method, _, value in (word.partition("=") for word in chosen.strengths)}
+    plan = Plan(chosen.scale, (*here, *chosen.changes), tuple(chosen.seeds), chosen.weights, strengths)
     resnet = plan.resnet() if chosen.network != "alexnet" else ()
     jobs = [*resnet, *(plan.alexnet() if chosen.network != "resnet-50" else ())]
     left = all_in_time(jobs, chosen.seconds, Records(chosen.publish))
