@@ -2,19 +2,23 @@
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 import epochs
 import imports
 import input_pipeline
 import latency_targets
+import others_networks
 import plan
 import regularizer
 import tiny_imagenet
 import training_step
 from deephoyer.errors import UserError
-from deephoyer.lab import recipe
+from deephoyer.lab import models, recipe
 
 
 def said(module, monkeypatch, capsys, *words):
@@ -121,3 +125,42 @@ def test_what_would_not_end_in_time_is_not_begun_and_told(monkeypatch, capsys, t
     out = said(tiny_imagenet, monkeypatch, capsys, "--seconds", "0", "--out", "table.json")
     assert out.count("not yet: ") > 20 and "not yet: alexnet, dense, start : would take" in out
     assert json.loads((tmp_path / "table.json").read_text())["rows"] == [] and not (tmp_path / "runs").exists()
+
+
+class Opened:
+    """Its pickle runs a function when it is loaded as pickles usually are."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def __reduce__(self):
+        return Path.touch, (self.file,)
+
+
+def test_anothers_network_is_read_from_its_pickle_without_running_any_of_it(tmp_path):
+    torch.manual_seed(0)
+    theirs = models.make("resnet-20", shortcut="conv").eval()
+    theirs.fc, theirs.layer2[0].downsample = theirs.linear, theirs.layer2[0].shortcut
+    narrow, sign = 5, tmp_path / "was-run"
+    block = theirs.layer1[1]
+    block.conv1, block.conv2 = nn.Conv2d(16, narrow, 3, 1, 1, bias=False), nn.Conv2d(narrow, 16, 3, 1, 1, bias=False)
+    block.bn1 = nn.BatchNorm2d(narrow)
+    theirs.eval()
+    theirs.note = Opened(sign)
+    torch.save(theirs, tmp_path / "theirs.pth")
+    state = others_networks.state_of(tmp_path / "theirs.pth")
+    assert not sign.exists()
+    ours = others_networks.network(state)
+    images = torch.randn(2, 3, 32, 32)
+    assert torch.equal(ours(images), theirs(images)) and ours.layer1[1].conv1.out_channels == narrow
+    torch.save(theirs.state_dict(), tmp_path / "state.pth")
+    assert others_networks.state_of(tmp_path / "state.pth").keys() == state.keys()
+
+
+def test_a_file_that_holds_no_network_is_refused(tmp_path):
+    (tmp_path / "text.pth").write_text("no archive")
+    torch.save({"a": 1}, tmp_path / "number.pth")
+    with pytest.raises(UserError, match="is not a file that torch"):
+        others_networks.state_of(tmp_path / "text.pth")
+    with pytest.raises(UserError, match="no network was found in it"):
+        others_networks.state_of(tmp_path / "number.pth")

@@ -1,11 +1,11 @@
 """What others reported, as they printed it: the rows of the DeepHoyer paper's tables, and of work published since.
 
-Yang, Wen, Li, "DeepHoyer: Learning Sparser Neural Network with Differentiable Scale-Invariant Sparsity
-Measures", ICLR 2020: tables 1 to 5 and those of its appendix, whose own rows count filters and channels that are zero
-in a layer as gone. The rows are in `literature.csv`; nothing of it was measured by us. Which epoch a row was selected
-by is said where its source says it. Progressive ADMM (arXiv:1903.09769) prints 246 times fewer weights on LeNet-5 with
-"(almost) zero accuracy loss"; their number follows from that ratio. Of AlexNet `accuracy` is how much the top-5 error
-grew, in points.
+Yang, Wen, Li, "DeepHoyer: Learning Sparser Neural Network with Differentiable Scale-Invariant Sparsity Measures", ICLR
+2020: tables 1 to 5 and those of its appendix, whose own rows count filters and channels that are zero in a layer as
+gone. The rows are in `literature.csv`; `measured` alone is ours, of networks that their authors made public
+(`benchmarks/others_networks.py`). Which epoch a row was selected by is said where its source says it. Progressive ADMM
+(arXiv:1903.09769) prints 246 times fewer weights on LeNet-5 with "(almost) zero accuracy loss"; their number follows
+from that ratio. Of AlexNet `accuracy` is how much the top-5 error grew, in points.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Reported:
     """A row, in print: `accuracy` in percent, `size` in nonzero weights or MACs, or how many times `fewer` MACs.
 
     `layers` has the nonzeros of each layer or, of a structural row, the widths; `base` is the accuracy of the dense
-    network it started from.
+    network it started from; `measured` is what their public network, or several, came to when we showed it the images.
     """
 
     method: str
@@ -35,6 +35,7 @@ class Reported:
     fewer: float | None = None
     base: str = ""
     top5: str = ""
+    measured: str = ""
 
     @property
     def number(self) -> float | None:
@@ -48,12 +49,12 @@ class Reported:
 
     @property
     def percent(self) -> float | None:
-        """The accuracy as a number; of a range the lower end, none where only a gain was printed.
+        """The accuracy as a number: as printed, or else as measured; of a range the lower end, of a mere gain none.
 
         >>> Reported("", "", "93.8–94.0").percent
         93.8
         """
-        first = self.accuracy.partition("–")[0]
+        first = (self.accuracy or self.measured).partition("–")[0]
         return float(first) if first[:1].isdigit() else None
 
 

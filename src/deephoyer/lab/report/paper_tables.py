@@ -158,6 +158,7 @@ def _on_cifar(of: PaperTable) -> list[Column[Row]]:
     papers = lambda r: r.source == PAPER  # noqa: E731
     return [
         _column("top-5, %", lambda r: r.top5, _top5),
+        _column("measured by us, %", lambda r: r.measured),
         _column("its start, %", lambda r: r.base, _start),
         _column("the paper's front there", ours=lambda s: _papers_front(of, s)),
         _column("fewer MACs, the paper's counting", lambda r: f"{r.fewer:.2f}×" if papers(r) else "",

@@ -57,19 +57,23 @@ def cifar_front(records: Iterable[Record]) -> Figure:
 def _others(axes: Axes, table: PaperTable) -> None:
     papers: list[Spot] = []
     theirs: list[Spot] = []
+    measured: list[Spot] = []
     for row in table.reported:
         if row.percent is None or row.fewer is None or row.percent < LEAST:
             continue
         spot = (row.fewer, row.percent)
-        (papers if row.source == PAPER else theirs).append(spot)
+        (papers if row.source == PAPER else theirs if row.accuracy else measured).append(spot)
         if row.source != PAPER:
             move = BESIDE.get((row.method, row.fewer), (5, 3))
             axes.annotate(row.method, spot, move, textcoords="offset points", fontsize=7.5, color=GREY)
     axes.plot(*_columns(theirs), "x", color=GREY, markersize=6, label="reported by others", zorder=2)
+    if measured:
+        label = "others' networks, measured by us"
+        axes.plot(*_columns(measured), "P", color=GREY, markersize=5, label=label, zorder=2)
     label = "Group-HS, reported by DeepHoyer (its counting)"
     axes.plot(*_columns(papers), "D", color=ORANGE, markersize=5, label=label, zorder=2)
-    front = pareto([*theirs, *papers])
-    axes.plot(*_columns(front), color=GREY, linewidth=1, linestyle="--", label="front of all reported", zorder=1)
+    front = pareto([*theirs, *measured, *papers])
+    axes.plot(*_columns(front), color=GREY, linewidth=1, linestyle="--", label="front of all others", zorder=1)
 
 
 def _ours(axes: Axes, table: PaperTable, records: Sequence[Record]) -> None:
