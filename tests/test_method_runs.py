@@ -6,12 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import deephoyer as dh
 from deephoyer.lab import models, recipe
 from deephoyer.lab.methods import METHODS
-from deephoyer.lab.train.run import Run
+from deephoyer.lab.schema import TITLES
+from deephoyer.lab.train.run import METHOD_FILE, Run
+from deephoyer.lab.train.step import CapturedStep
 from deephoyer.scores import SCORES
 from test_run import cut_after, same, weights
 
@@ -156,3 +159,84 @@ def test_the_score_and_the_method_that_contributing_shows_work_as_they_stand(tmp
     made = recipe.read("demo", [*TINY, "method=gradual", "prune.score=fisher"])
     run = Run(made, tmp_path).execute()
     assert 0.1 < run.masks.density <= 0.4  # pixels that are always 0 are worth nothing
+
+
+# Captured steps
+
+
+@pytest.fixture
+def captures(monkeypatch):
+    """How many graphs have been captured."""
+    count, plainly = [], CapturedStep._capture
+
+    def counted(self, tables, unroll):
+        count.append(unroll)
+        return plainly(self, tables, unroll)
+
+    monkeypatch.setattr(CapturedStep, "_capture", counted)
+    return count
+
+
+@pytest.fixture
+def the_same_noise(monkeypatch):
+    """In place of random numbers those that stand in a row, whoever asks for them."""
+
+    def row(low, high):
+        return lambda like: torch.linspace(low, high, like.numel(), dtype=like.dtype, device=like.device).view_as(like)
+
+    monkeypatch.setattr(torch, "randn_like", row(-1.5, 1.5))
+    monkeypatch.setattr(torch, "rand_like", row(0.05, 0.95))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", list(METHODS))
+def test_captured_and_plain_steps_of_a_method_agree(tmp_path, name, captures, the_same_noise):
+    on_gpu = ["device=cuda", "data={name: mnist, limit: 2000}", "finetune.epochs=0"]
+    stage = "regularize" if "regularize" in METHODS[name].stages else "pretrain"
+    plain = Run(tiny(name, *on_gpu, "capture=off"), tmp_path / "plain").execute()
+    assert not captures
+    captured = Run(tiny(name, *on_gpu), tmp_path / "captured").execute()
+    assert captures
+    for file in (f"{TITLES[stage]}.safetensors", *([METHOD_FILE] if plain.method.state() else [])):
+        expected, found = (load_file(run.folder / file) for run in (plain, captured))
+        assert expected.keys() == found.keys()
+        for key, tensor in expected.items():
+            apart = (found[key].double() - tensor.double()).abs().mean()
+            assert apart <= 2e-4 * max(1, tensor.double().abs().mean()), key  # a tenth of one step of Adam
+
+
+@pytest.mark.cuda
+def test_masks_that_change_between_epochs_are_held_by_captured_steps(tmp_path, captures):
+    on_gpu = ["device=cuda", "data={name: mnist, limit: 2000}", "regularize={epochs: 6, strength: 0}"]
+    held = []
+    run = Run(tiny("iterative-magnitude", *on_gpu), tmp_path)
+    plainly = run._epoch
+
+    def watched(settings, epoch, step):
+        line = plainly(settings, epoch, step)
+        if run.state.stage == "regularize" and run.masks is not None:
+            held.append(run.masks.density)
+            assert all(not run.model.state_dict()[name][~mask].any() for name, mask in run.masks.items())
+        return line
+
+    run._epoch = watched
+    run.execute()
+    assert len(set(held)) == 2 and held == sorted(held, reverse=True)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", ["l0", "sparse-vd", "bc-gnj", "bc-ghs"])
+def test_every_replay_of_a_captured_step_draws_its_own_noise(tmp_path, name, captures):
+    """Nothing is learned, so that the losses of an epoch differ by its noise alone."""
+    still = "regularize={epochs: 5, strength: 0, lr: 1e-12, schedule: constant}"
+    changes = ["device=cuda", "data={name: mnist, limit: 2000}", still, "prune=null", "finetune=null"]
+    run = Run(recipe.read("demo", [*TINY[:4], OVERRIDES[name][0], *changes]), tmp_path)
+    plainly, drawn = run.seed_of, []
+    run.seed_of = lambda epoch: plainly([0, 1, 1, 2, 3][epoch] if run.state.stage == "regularize" else epoch)
+    run.draw = lambda epoch, draw=run.draw: drawn.append(draw(epoch)) or drawn[run.state.stage == "regularize"]
+    run.execute()
+    loss = [line["loss"] for line in run.folder.metrics() if line["stage"] == "regularize"]
+    assert loss[1] == pytest.approx(loss[2], rel=1e-5), "the same seed"
+    assert len({round(one, 7) for one in loss[2:]}) == 3, "others"
+    assert loss[3:] == pytest.approx(loss[1:3], rel=0.1)
+    assert captures

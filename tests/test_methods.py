@@ -183,6 +183,29 @@ def test_surgery_trains_cut_weights_by_the_gradient_at_the_masked_network():
     assert_close(model[0].weight, masked[0].weight)
 
 
+def test_surgery_looks_at_its_masks_as_often_as_it_says_and_not_in_the_last_tenth():
+    model = net()
+    method = NetworkSurgery(c=0.5, gamma=0.5)
+    stage, _ = stage_of(model, epochs=4, steps=5)
+    method.begin(stage)
+    bars = [method.tensors[f"bar.{i}"].clone() for i in (0, 1)]
+    gates = [method.tensors[f"open.{i}"].clone() for i in (0, 1)]
+    changed = []
+    for i in range(20):
+        with torch.no_grad():
+            for layer in (model[0], model[2]):
+                layer.weight.copy_(layer.weight[torch.randperm(len(layer.weight))])
+        torch.manual_seed(i)
+        if torch.rand((), dtype=torch.float64).item() * (1 + 0.5 * i) < 1 and i + 1 <= 18:
+            sizes = [layer.weight.detach().abs().flatten() for layer in (model[0], model[2])]
+            gates = [surgery(*three) for three in zip(gates, sizes, bars, strict=True)]
+            changed.append(i)
+        torch.manual_seed(i)
+        method.after_step()
+        assert all(torch.equal(method.tensors[f"open.{k}"], gates[k]) for k in (0, 1))
+    assert 3 <= len(changed) < 18 and changed[0] == 0
+
+
 # l0
 
 
@@ -267,6 +290,19 @@ def test_a_weight_of_variational_dropout_is_worth_its_signal_over_its_noise():
     alpha = math.exp(-9) / model[0].weight.detach().square()
     assert_close(found, (1 / alpha).clamp(math.exp(-8), math.exp(8)).flatten(), rtol=1e-5, atol=0)
     assert_close(log_alpha(torch.tensor(2.0), torch.tensor(math.log(4.0))), torch.tensor(0.0))
+
+
+def test_a_divergence_counts_more_with_every_step_until_it_is_warm():
+    method = SparseVariationalDropout(strength=2.0, warmup=2)
+    stage, _ = stage_of(net(), epoch=1)  # three steps are done
+    method.tensors = {f"log_variance.{i}": torch.zeros_like(net()[i].weight) for i in (0, 2)}
+    method.begin(stage)
+    weight = []
+    for _ in range(4):
+        weight.append(method.weighed(torch.ones((), dtype=torch.float64)).item())
+        method.after_step()
+    method.end()
+    assert weight == [2.0 * w / 50 for w in (4 / 6, 5 / 6, 1.0, 1.0)]
 
 
 # Bayesian compression

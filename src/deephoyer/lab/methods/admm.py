@@ -24,6 +24,7 @@ class ADMM(Method):
 
     stages = ("regularize",)
     knows_size = True
+    capturable = True
 
     def __init__(self, rho: float = 1e-3, every: int = 3, keep: float | None = None, scope: str = "global"):
         super().__init__()

@@ -19,6 +19,7 @@ class IterativeMagnitude(Method):
 
     stages = ("regularize",)
     knows_size = True
+    capturable = True
 
     def __init__(self, steps: int = 5):
         super().__init__()

@@ -24,6 +24,7 @@ class HardConcrete(Method):
     """
 
     stages = ("regularize",)
+    capturable = True
 
     def __init__(self, strength: float = 0.1, beta: float = 2 / 3, closed: float = 0.1):
         super().__init__()

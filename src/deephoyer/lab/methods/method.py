@@ -78,6 +78,11 @@ class Method:
     """The stages in which it takes part."""
     knows_size = False
     """Whether it must know while it trains how much may stay: then a size is a run of its own."""
+    capturable = False
+    """Whether all that it does within a step (`weights`, `loss`, `after_backward`, `after_step`) is the device's alone,
+    the same operations on the same tensors each time: nothing is read back, drawn or counted by the host. Then steps
+    may be replayed as a CUDA graph. What changes from step to step is a tensor on the device; what changes from epoch
+    to epoch is written in place by `before_epoch`, or held by `stage.hold`."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}

@@ -26,6 +26,7 @@ class NoisyLayers(Method):
     """Keeps a log variance for every weight of linear and convolution layers, and hooks that draw."""
 
     stages = ("regularize",)
+    capturable = True
     title = "noisy layers"
 
     def __init__(self, strength: float = 1.0, warmup: int = 10):
@@ -38,15 +39,15 @@ class NoisyLayers(Method):
     def begin(self, stage: Stage) -> None:
         self.model, self.examples = stage.model, stage.examples
         self.epochs, self.steps = stage.epochs, stage.steps
-        self.step = stage.steps_done
         self.layers = layers_of(stage, self.title)
+        device = weight_of(next(iter(self.layers.values()))).device
+        self.step = torch.tensor(float(stage.steps_done), dtype=torch.float64, device=device)
         self.trained: dict[str, nn.Parameter] = {}
         for name, layer in self.layers.items():
             for key, start in self.starts(layer).items():
                 value = start if stage.fresh else self.tensors[f"{key}.{name}"]
                 self.trained[f"{key}.{name}"] = nn.Parameter(value.to(weight_of(layer).device))
         for key, start in self.globals().items():
-            device = next(iter(self.trained.values())).device
             value = start if stage.fresh else self.tensors[key]
             self.trained[key] = nn.Parameter(value.to(device))
         self.tensors = {name: p.detach() for name, p in self.trained.items()}  # the same storage
@@ -86,8 +87,8 @@ class NoisyLayers(Method):
 
     def weighed(self, divergence: Tensor) -> Tensor:
         """A divergence as it counts in the loss: strength/N, rising to that over the first `warmup` epochs."""
-        warmed = min(1.0, (self.step + 1) / max(1, self.warmup * self.steps))
-        return self.strength * warmed / self.examples * divergence
+        warmed = ((self.step + 1) / max(1, self.warmup * self.steps)).clamp(max=1.0)
+        return (self.strength * warmed / self.examples).to(divergence) * divergence
 
     def read(self, name: str, x: Tensor) -> Tensor:
         """The input as the layer reads it."""

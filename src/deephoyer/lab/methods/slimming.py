@@ -16,6 +16,7 @@ class NetworkSlimming(Method):
     """adds strength·Σ|γ| over the scales of norms to the loss; a channel is worth its scale (Liu et al. 2017)"""
 
     stages = ("regularize",)
+    capturable = True
 
     def __init__(self, strength: float = 1e-4):
         super().__init__()

@@ -15,6 +15,7 @@ class SnipBeforeTraining(Method):
 
     stages = ("pretrain", "regularize", "finetune")
     knows_size = True
+    capturable = True
 
     def __init__(self, batches: int = 1):
         super().__init__()

@@ -19,6 +19,7 @@ class SoftFilterPruning(Method):
 
     stages = ("regularize",)
     knows_size = True
+    capturable = True
     title = "soft-filters"
 
     def __init__(self, keep: float | None = None):

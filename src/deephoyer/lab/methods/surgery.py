@@ -21,6 +21,7 @@ class NetworkSurgery(Method):
     """
 
     stages = ("regularize",)
+    capturable = True
 
     def __init__(self, c: float = 1.0, gamma: float = 1e-3):
         super().__init__()
@@ -29,14 +30,15 @@ class NetworkSurgery(Method):
     def begin(self, stage: Stage) -> None:
         self.model, self.units = stage.model, stage.units()
         self.last = int(0.9 * stage.epochs * stage.steps)
-        self.step = stage.steps_done
         if stage.fresh:
             worth = [Magnitude().of(unit).detach() for unit in self.units]
             bars = [(r.mean() + self.c * r.std(correction=0)).clamp(max=r.max()) for r in worth]
             self.tensors = {f"bar.{i}": bar for i, bar in enumerate(bars)}
             for i, r in enumerate(worth):
                 self.tensors[f"open.{i}"] = surgery(torch.ones_like(r, dtype=torch.bool), r, bars[i])
-        self.tensors = {name: t.to(self.units[0].tensors[0].device) for name, t in self.tensors.items()}
+        device = self.units[0].tensors[0].device
+        self.step = torch.tensor(float(stage.steps_done), dtype=torch.float64, device=device)
+        self.tensors = {name: t.to(device) for name, t in self.tensors.items()}
 
     def weights(self) -> dict[str, Tensor]:
         """Masked weights, whose gradient reaches the cut ones as if they were whole."""
@@ -46,13 +48,12 @@ class NetworkSurgery(Method):
 
     @torch.no_grad()
     def after_step(self) -> None:
-        looked = torch.rand(()) * (1 + self.gamma * self.step) < 1
+        looked = torch.rand_like(self.step) * (1 + self.gamma * self.step) < 1
         self.step += 1
-        if self.step > self.last or not looked:
-            return
+        looked &= self.step <= self.last
         for i, unit in enumerate(self.units):
             gate = self.tensors[f"open.{i}"]
-            gate.copy_(surgery(gate, Magnitude().of(unit), self.tensors[f"bar.{i}"]))
+            gate.copy_(torch.where(looked, surgery(gate, Magnitude().of(unit), self.tensors[f"bar.{i}"]), gate))
 
     def end(self) -> None:
         write(self.model, {name: w.detach() for name, w in self.weights().items()})

@@ -285,7 +285,7 @@ class Run:
     def _train(self, stage: str, settings: Training, resumed: dict[str, Tensor], began: float) -> None:
         steps = max(1, len(self.pool) // min(self.recipe.batch_size, len(self.pool)))
         method = self.method if stage in self.method.stages else Method()
-        captured = self.captures() and method is not self.method  # a method's hooks are the host's
+        captured = self.captures() and (method is not self.method or method.capturable)
         regularizer: Regularizer | None = None
         if isinstance(settings, Regularize) and settings.penalizes:
             regularizer = self.make_regularizer(settings, steps)

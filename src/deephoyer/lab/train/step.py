@@ -1,7 +1,7 @@
 """An epoch of training steps, plain or replayed as a CUDA graph: forward, backward, penalty, optimizer.
 
 Both do the same arithmetic in the same order. Masks are held by the optimizer's own hook
-(`Masks.hold`), which a captured step captures with the rest.
+(`Masks.hold`), which a captured step captures with the rest; so it does with what a method does within a step.
 """
 
 from __future__ import annotations
@@ -137,12 +137,17 @@ class CapturedStep(PlainStep):
         self.stream = torch.cuda.Stream(self.device)
         self.tables: Tables | None = None
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self.hooks: tuple[int, ...] = ()
         self.warmed = 0
 
     def epoch(self, drawn: Epoch, rates: Sequence[float]) -> None:
         steps = len(drawn)
         if self.tables is None or not self.tables.fit(drawn):
             self.tables = Tables(drawn, self.device)
+            self.graphs.clear()
+        hooks = tuple(self.optimizer._optimizer_step_post_hooks)
+        if hooks != self.hooks:  # other masks are held than those that were captured
+            self.hooks = hooks
             self.graphs.clear()
         self.tables.fill(drawn, rates)
         unroll = self._unroll(steps)
