@@ -1,5 +1,6 @@
 """Parts of the channel graph by themselves: what a layer is, what clearing and resizing do, joints, sizes, folding."""
 
+import inspect
 import itertools
 
 import pytest
@@ -232,3 +233,46 @@ def test_channels_are_followed_through_what_moves_other_dimensions(middle, width
     small = dh.compact(net, x)
     assert small.fc1.out_features == 4
     assert_close(small(x), net(x))
+
+
+class CountsHeads(nn.Module):
+    """Attention that divides by its number of heads, so that it can't just be told another."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads = 4
+        self.q, self.k, self.v, self.o = (nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x):
+        b, n, _ = x.shape
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        per = k.shape[-1] // self.heads
+        q, k, v = (t.view(b, n, self.heads, per).transpose(1, 2) for t in (q, k, v))
+        return self.o(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def test_sizes_set_at_a_call_are_kept_where_the_batch_size_is_left_open():
+    torch.manual_seed(0)
+    net, x = CountsHeads().eval(), torch.randn(2, 5, 16)
+    heads = dh.Heads(net, x)
+    dh.prune(net, dh.Density(0.5), heads)
+    small = dh.compact(net, x, groups=heads)
+    assert small.q.out_features == 8 and small.heads == 4 and small.narrowed_sizes
+    assert str(inspect.signature(small.forward)) == "(x)"
+    open_batch = ({0: torch.export.Dim("batch", min=1, max=99)},)
+    exported = torch.export.export(small, (x,), dynamic_shapes=open_batch).module()
+    assert_close(exported(torch.cat([x, -x, x])), net(torch.cat([x, -x, x])))
+
+
+@pytest.mark.parametrize("index", [(slice(2, None),), (slice(None), slice(1, 3)), (..., slice(0, 2)), slice(None, 4)])
+def test_a_batch_size_that_is_left_open_changes_no_count_of_calls(index):
+    class Notes(nn.Module):
+        def forward(self, x):
+            seen.append(len(asked_sizes(torch.Tensor.__getitem__, (x, index), {})))
+            seen.append(len(asked_sizes(torch.Tensor.view, (x, x.shape[0], -1), {})))
+            return x[index]
+
+    seen = []
+    open_batch = ({0: torch.export.Dim("batch", min=5, max=99)},)
+    torch.export.export(Notes(), (torch.zeros(6, 4),), dynamic_shapes=open_batch)
+    assert seen == [2, 2]

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 import deephoyer as dh
 from deephoyer.export import load_masks
+from deephoyer.structure.equality import Differs, same
 from deephoyer.structure.fold_constants import fold
 from deephoyer.structure.joints import ConstantLayer, Gather
 
@@ -179,6 +180,25 @@ def test_a_detector_that_keeps_the_other_of_two_equal_boxes_is_compacted():
     assert small.features.out_channels == 8
     assert torch.allclose(small(images)[0]["scores"], net(images)[0]["scores"], atol=1e-12)
     assert dh.summary(small, (images,), latency=False).total.macs_executed == 8 * 9 * 8 * 4
+
+
+def test_of_a_detector_that_finds_nothing_in_the_examples_what_its_layers_give_is_compared():
+    def forward(net, x):
+        boxes, scores = net.boxes(h := F.relu(net.a(x))), net.scores(h)[..., 0].sigmoid()
+        return boxes[scores > net.least]
+
+    net, x = Net(forward, **linears(a=(8, 16), boxes=(16, 4), scores=(16, 1))), numbers(20, 8)
+    net.least = 2.0
+    groups = dh.Coupled(net, x)
+    dh.prune(net, dh.Density(0.5), groups)
+    small = dh.compact(net, x, groups=groups)
+    assert small.a.out_features == 8 and small(x).numel() == 0
+    net.least = small.least = 0.4
+    assert len(net(x)) > 3 and largest_gap(net(x), small(x)) < 1e-12
+    small.boxes.weight.data[0, 0] += 1
+    net.least = small.least = 2.0
+    with pytest.raises(Differs, match="boxes"):
+        same(net, small, x)
 
 
 def test_a_value_taken_out_of_given_whole_numbers_by_a_list_decides_nothing():

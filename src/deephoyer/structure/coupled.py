@@ -20,7 +20,7 @@ from deephoyer.errors import UserError, true_or_false
 from deephoyer.groups import Grouping, Slices, SliceUnit, Unit
 from deephoyer.inference import Examples, call, outside_inference_mode
 from deephoyer.structure.channels import ChannelGraph, ChannelSet, Place
-from deephoyer.structure.equality import Differs, answers, compare
+from deephoyer.structure.equality import Differs, all_nan, answers, compare
 from deephoyer.structure.follow import CannotFollow, follow, plain_attention
 from deephoyer.structure.inputs import one_sample, outputs_in, random_like
 from deephoyer.structure.remove import alive_outputs, homes_of, remove, replace_tensor, spare_last, tensor_of, zero
@@ -205,7 +205,7 @@ def _try(model: nn.Module, graph: ChannelGraph, sets: list[ChannelSet], inputs: 
 
     small, drawn = zeroed(), random_like(inputs, 1)
     before = answers(small, drawn)
-    if all(t.isnan().all() for t in before):
+    if all_nan(before):
         raise UserError("the model gives nothing but NaN, so there is nothing to compare.")
     remove(small, graph, dead)  # from the same copy: a large network is there twice, not three times
     if learn:

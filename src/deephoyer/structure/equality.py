@@ -92,11 +92,16 @@ def compare(
 ) -> float | None:
     """The largest relative error of a smaller network; None where there was nothing but NaN before.
 
-    The larger one, whose answers these are, is asked for only where they differ.
+    The larger one, whose answers these are, is asked for only where they differ, or are empty: of a detector that
+    finds nothing, what its modules give is compared.
     """
     with torch.no_grad(), _full_precision():
         worst = _worst(before, outputs_in(_run(small, inputs)))
         limit = max([TOLERANCE.get(rounding, 0.0), *(tolerance(t) for t in before)])
+        if exact and not any(t.numel() for t in before):
+            if name := first_difference(big(), small, inputs, matter or {}):
+                raise Differs(f"the smaller network gives something else from {name} on.", name)
+            return worst
         if worst > limit and (exact or worst == float("inf")):
             larger = big()
             if (chosen := but_for_ties(larger, small, inputs, limit)) > limit:
@@ -107,7 +112,13 @@ def compare(
                     name,
                 )
             worst = chosen
-    return worst if any(not t.isnan().all() for t in before) else None
+    return None if all_nan(before) else worst
+
+
+def all_nan(outputs: list[Tensor]) -> bool:
+    """Whether there are numbers, none of which is one."""
+    filled = [t for t in outputs if t.numel()]
+    return bool(filled) and all(bool(t.isnan().all()) for t in filled)
 
 
 def _worst(before: list[Tensor], after: list[Tensor]) -> float:

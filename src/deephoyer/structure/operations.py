@@ -93,6 +93,8 @@ def rearranges(n: Labels, op: Operation) -> None:
     x, axes = op.args[0], []
     if any(n.known(t) for t in op.given[1:]):
         return mixes(n, op)
+    if x.numel() and not op.out.numel():
+        return n.fix([x], f"{op.where} picks nothing of them for these examples")
     for axis in n.of(x):
         args = pytree.tree_map(lambda t, axis=axis: axis.expand(x.shape) if t is x else t, op.args)
         if any(n.varies(axis, d) for d in _picked(op, x)):

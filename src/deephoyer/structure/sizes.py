@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ _CREATES: list[Any] = [
 CREATES = frozenset(_CREATES)
 SLICES: frozenset[Any] = frozenset([Tensor.__getitem__])
 ASKS = VIEWS | SPLITS | CREATES | SLICES
+NUMBERS = (int, torch.SymInt)  # the second is a batch size that an exporter leaves open
 RECORD = "narrowed_sizes"
 """The attribute in which a module keeps the sizes that it was given, so that a file can hold them."""
 
@@ -119,8 +121,8 @@ def asked_sizes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> lis
         return []
     first = func in SPLITS or len(rest) == 1 or func in (torch.full, Tensor.new_full)
     given = named[0] if named else rest[0] if first else rest
-    sizes = [given] if isinstance(given, int) else list(given) if isinstance(given, list | tuple) else []
-    return sizes if all(isinstance(size, int) for size in sizes) else []
+    sizes = [given] if isinstance(given, NUMBERS) else list(given) if isinstance(given, list | tuple) else []
+    return sizes if all(isinstance(size, NUMBERS) for size in sizes) else []
 
 
 def slices_of(x: Tensor, index: Any) -> list[tuple[int, int, int]]:
@@ -137,10 +139,14 @@ def slices_of(x: Tensor, index: Any) -> list[tuple[int, int, int]]:
     for place, i in enumerate(index):
         if i is not Ellipsis and (i.start is not None or i.stop is not None):
             dim = place if place < before else x.dim() - len(index) + place
-            start, stop, _ = i.indices(x.shape[dim])
-            # What the code gave, where it gave it: it may be an attribute.
-            start = i.start if isinstance(i.start, int) and i.start >= 0 else start
-            stop = i.stop if isinstance(i.stop, int) and 0 <= i.stop <= x.shape[dim] else stop
+            size = x.shape[dim]
+            if any(isinstance(n, torch.SymInt) for n in (size, i.start, i.stop)):
+                start, stop = i.start or 0, size if i.stop is None else i.stop  # which no record is about
+            else:
+                start, stop, _ = i.indices(size)
+                # What the code gave, where it gave it: it may be an attribute.
+                start = i.start if isinstance(i.start, int) and i.start >= 0 else start
+                stop = i.stop if isinstance(i.stop, int) and 0 <= i.stop <= size else stop
             found.append((dim, start, stop))
     return found
 
@@ -300,21 +306,28 @@ def narrowed(module: nn.Module, call: int, position: int, value: int) -> None:
     sizes_of(module)[f"{call}:{position}"] = value
     if not isinstance(module, Narrowed):
         kind = type(module)
-        module.__class__ = type(kind.__name__, (Narrowed, kind), {"__module__": kind.__module__})
+        own = {"__module__": kind.__module__, "forward": _with_recorded_sizes(kind)}
+        module.__class__ = type(kind.__name__, (Narrowed, kind), own)
 
 
 class Narrowed(nn.Module):
     """A module whose code names sizes that it no longer has: its calls are made with those in its record."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+
+def _with_recorded_sizes(kind: type[nn.Module]) -> Callable[..., Any]:
+    @wraps(kind.forward)  # exporters and trainers read the names of its arguments
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         sizes = {tuple(map(int, key.split(":"))): v for key, v in sizes_of(self).items() if ":" in key}
         number = -1
 
         def do(func: Any, args: Any, kwargs: Any, asked: list[int]) -> Any:
             nonlocal number
             number += 1
-            new = [sizes.get((number, i), size) for i, size in enumerate(asked)]
-            return func(*args, **kwargs) if new == asked else with_sizes(func, args, kwargs, new)
+            if all((number, i) not in sizes for i in range(len(asked))):
+                return func(*args, **kwargs)
+            return with_sizes(func, args, kwargs, [sizes.get((number, i), size) for i, size in enumerate(asked)])
 
         with Asking(do):
-            return super().forward(*args, **kwargs)
+            return kind.forward(self, *args, **kwargs)
+
+    return forward
