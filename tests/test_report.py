@@ -19,6 +19,7 @@ from deephoyer.lab.report.measure import timings
 from deephoyer.lab.report.results_page import page, section
 from deephoyer.lab.report.table import Column, Table
 from deephoyer.lab.runs import find
+from deephoyer.lab.runs.folder import RunFolder
 from deephoyer.lab.train.result import finish
 from deephoyer.lab.train.run import Run
 
@@ -200,6 +201,17 @@ def test_words_that_name_a_file_of_this_machine_are_refused(runs, tmp_path):
     (odd / "command.json").write_text(json.dumps(words | {"base": "/home/me/mine.yaml"}))
     with pytest.raises(UserError, match="which others don't have"):
         publish.publish(odd, tmp_path / "results")
+
+
+def test_a_record_of_the_last_epoch_has_the_best_one_beside_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run("paper/lenet-300-100", Path("runs/last"), "epoch_selection=last", *ONCE, "finetune.epochs=3")
+    lines = [line for line in RunFolder("runs/last").metrics() if line["stage"] == "finetune"]
+    made = publish.publish("runs/last", tmp_path / "results")
+    assert made.protocol == "last" and made.selected["finetune"] == 3
+    assert made.measured.accuracy == pytest.approx(lines[-1]["test"], abs=4e-4)
+    assert made.best_test_epoch == pytest.approx(max(line["test"] for line in lines), abs=1e-5)
+    assert made.model_copy(update={"protocol": "test-best"}).best_test_epoch is None
 
 
 def test_a_held_out_run_with_teachers_selected_on_test_images_is_not_published(tmp_path, monkeypatch):
@@ -429,9 +441,12 @@ def test_a_cifar_table_has_both_ways_of_counting_and_the_time_beside_what_was_re
     total = one.measured.total.model_dump() | {"macs_paper": 40_000_000}
     made = as_resnet(one, right=9380, total=total, compact={"macs": 50_000_000, "parameters": 345_678})
     text = section(paper_tables.TABLES["resnet-56"], [made])
-    assert "| Group-HS 2e-4 | DeepHoyer | | | 93.58 | 93.14 | | 2.38× | |" in text
-    assert "| DepGraph | Fang et al. 2023 | | | 93.64 | 93.53 | | | 2.57× |" in text
-    assert "| 1 | 93.80 | 93.00 | 93.56 (+0.24) | 3.14× | 2.51× | 345,678 | 2.00× | `small/resnet-56-coupled` |" in text
+    assert "| Group-HS 2e-4 | DeepHoyer | | | 93.58 | | 93.14 | | 2.38× | |" in text
+    assert "| DepGraph | Fang et al. 2023 | | | 93.64 | | 93.53 | | | 2.57× |" in text
+    assert (
+        "| 1 | 93.80 | | 93.00 | 93.56 (+0.24) | 3.14× | 2.51× | 345,678 | 2.00× | `small/resnet-56-coupled` |" in text
+    )
+    assert "| OCSPruner | its public network | | | | 93.65 | | | | 2.60× |" in text
     assert "Not run by us yet" in section(paper_tables.TABLES["resnet-110"], [made])
     assert section(STRUCTURE, [made]) == section(STRUCTURE, [])
 

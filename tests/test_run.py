@@ -236,6 +236,14 @@ def test_held_out_images_are_never_trained_on_and_test_images_never_selected_by(
     assert best.state.accuracy["finetuned"] == max(tuned)
 
 
+def test_the_last_epoch_is_kept_where_it_is_asked_for_even_if_another_was_better(tmp_path):
+    words = ("pretrain.epochs=10", "pretrain.lr=0.02", "pretrain.schedule=constant")  # accuracy goes up and down
+    run = Run(small("epoch_selection=last", *words), tmp_path).execute()
+    dense = [line["test"] for line in run.folder.metrics() if line["stage"] == "pretrain"]
+    assert len(run.pool) == 1200 and run.state.selected == {"pretrain": 10, "finetune": 3}
+    assert run.state.accuracy["dense"] == dense[-1] < max(dense)
+
+
 def test_a_run_may_start_from_a_file_instead_of_pretraining(tmp_path):
     first = Run(small(), tmp_path / "first").execute()
     source = tmp_path / "first" / "dense.safetensors"

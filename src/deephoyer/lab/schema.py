@@ -121,8 +121,8 @@ class Recipe(Part):
     """Images in a step."""
     device: str = "auto"
     """`auto` is a GPU where there is one."""
-    epoch_selection: Literal["held-out", "test-best"] = "held-out"
-    """Which epoch of a stage is kept: the best on images held out of training, or on the test images themselves."""
+    epoch_selection: Literal["held-out", "test-best", "last"] = "held-out"
+    """Which epoch of a stage is kept: the best on images held out of training or on the test images, or the last."""
     held_out: float = Field(default=0.1, gt=0, lt=1)
     """The share of the training images that is held out where epochs are selected on it."""
     shift: int = Field(default=0, ge=0, le=16)

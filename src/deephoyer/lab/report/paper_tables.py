@@ -159,6 +159,7 @@ def _on_cifar(of: PaperTable) -> list[Column[Row]]:
     return [
         _column("top-5, %", lambda r: r.top5, _top5),
         _column("measured by us, %", lambda r: r.measured),
+        _column("best test epoch, %", ours=_best_test_epoch),
         _column("its start, %", lambda r: r.base, _start),
         _column("the paper's front there", ours=lambda s: _papers_front(of, s)),
         _column("fewer MACs, the paper's counting", lambda r: f"{r.fewer:.2f}×" if papers(r) else "",
@@ -175,6 +176,13 @@ def _top5(series: Series) -> str | None:
     if any(record.measured.top5 is None for record in series.records):
         return None
     return series.spread(lambda record: 100 * (record.measured.top5 or 0.0), 2)
+
+
+def _best_test_epoch(series: Series) -> str | None:
+    """Beside rows of the last epoch: what the best one on test images would have been."""
+    if any(record.best_test_epoch is None for record in series.records):
+        return None
+    return series.spread(lambda record: 100 * (record.best_test_epoch or 0.0), 2)
 
 
 def _words(series: Series) -> str:

@@ -138,7 +138,7 @@ class Record(_Strict):
     overrides: tuple[str, ...]
     row: str
     tags: tuple[str, ...] = ()
-    protocol: Literal["held-out", "test-best"]
+    protocol: Literal["held-out", "test-best", "last"]
     digest: str
     recipe: dict[str, Any]
     measured: Measured
@@ -190,6 +190,14 @@ class Record(_Strict):
     @property
     def seed(self) -> int:
         return self.settings.seed
+
+    @property
+    def best_test_epoch(self) -> float | None:
+        """The best accuracy on test images of any epoch of the last stage, as the run saw it; None where it kept it."""
+        if self.protocol != "last":
+            return None
+        seen = [line["test"] for line in self.metrics if line["stage"] == list(self.selected)[-1]]
+        return max(seen, default=None)
 
     @property
     def structural(self) -> bool:
@@ -284,14 +292,17 @@ LINES = 12
 
 
 def thin(lines: Sequence[dict[str, Any]], selected: dict[str, int]) -> list[dict[str, Any]]:
-    """Few lines: of each stage the first, the last and the selected one, and others evenly between."""
+    """Few lines: of each stage the first, the last, the selected and the best on test images, others evenly between."""
     stages = list(dict.fromkeys(line["stage"] for line in lines))
     kept = []
     for stage in stages:
         own = [line for line in lines if line["stage"] == stage]
         steps = max(1, min(LINES // len(stages) - 1, len(own)) - 1)  # one is left for the selected epoch
         chosen = {round(i * (len(own) - 1) / steps) for i in range(steps + 1)}
-        kept += [_short(x) for i, x in enumerate(own) if i in chosen or x["epoch"] == selected.get(stage)]
+        chosen |= {i for i, line in enumerate(own) if line["epoch"] == selected.get(stage)}
+        if stage in selected and "test" in own[0]:
+            chosen.add(max(range(len(own)), key=lambda i: own[i]["test"]))
+        kept += [_short(own[i]) for i in sorted(chosen)]
     return kept
 
 

@@ -23,6 +23,7 @@ from deephoyer.lab.report.run_facts import RunFacts
 SELECTIONS = {
     "held-out": "The epoch that is kept was selected on images held out from training.",
     "test-best": "The epoch that is kept was selected on the test images themselves, as in the paper.",
+    "last": "The last epoch is kept, whichever was best.",
 }
 
 

@@ -87,12 +87,13 @@ class Series:
 
 
 def gather(records: Iterable[Record], size_of: Size) -> list[Series]:
-    """All series, test-best first, as in the paper, and the smallest last."""
+    """All series: those of the last epoch, then test-best, as in the paper, then held-out; the smallest last."""
     groups: dict[str, list[Record]] = {}
     for record in records:
         groups.setdefault(record.digest, []).append(record)
     found = [Series(tuple(sorted(group, key=lambda r: r.seed)), size_of) for group in groups.values()]
-    return sorted(found, key=lambda s: (s.protocol != "test-best", -s.size, s.words))
+    order = ("last", "test-best", "held-out")
+    return sorted(found, key=lambda s: (order.index(s.protocol), -s.size, s.words))
 
 
 def on_front(series: Series, others: Sequence[Series]) -> bool:

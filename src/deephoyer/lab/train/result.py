@@ -142,6 +142,7 @@ def _compacted(
 PROTOCOLS = {
     "held-out": "the epoch best on held-out images",
     "test-best": "the epoch best on the test images themselves (the paper's way)",
+    "last": "the last epoch",
 }
 
 

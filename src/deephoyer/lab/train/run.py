@@ -476,7 +476,8 @@ class Run:
             )
         if accuracy > state.best and state.stage != "regularize":
             state.best, state.best_epoch = accuracy, state.epoch
-            self._keep_best()
+            if self.recipe.epoch_selection != "last":
+                self._keep_best()
         return {
             "stage": state.stage,
             **({"round": state.round + 1} if state.round else {}),
@@ -494,10 +495,13 @@ class Run:
                 self._best[name] = tensor.clone()
 
     def take_best(self) -> None:
-        """The weights of the best epoch, at a stage's end."""
-        if self._best and self.state.stage != "regularize":
+        """The weights of the best epoch, at a stage's end; or those of the last one, as they are."""
+        if self.state.stage == "regularize" or not self.state.best_epoch:
+            return
+        last = self.recipe.epoch_selection == "last"
+        if not last:
             self.model.load_state_dict(self._best)
-            self.state.selected[self.state.stage] = self.state.best_epoch
+        self.state.selected[self.state.stage] = self.state.epoch if last else self.state.best_epoch
 
     # Parts of a step
 

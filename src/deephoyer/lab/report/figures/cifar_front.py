@@ -41,7 +41,10 @@ BESIDE = {
 
 @styled
 def cifar_front(records: Iterable[Record]) -> Figure:
-    """A panel a network. Points of ours are means over seeds; lines join what nothing is better than in both."""
+    """A panel a network. Points of ours are means over seeds, each of which is a dot where there are several.
+
+    Lines join what nothing is better than in both.
+    """
     records = list(records)
     figure = Figure(figsize=(11.6, 5.4))
     for axes, name in zip(figure.subplots(1, 2).flat, ("resnet-56", "resnet-110"), strict=True):
@@ -77,7 +80,7 @@ def _others(axes: Axes, table: PaperTable) -> None:
 
 
 def _ours(axes: Axes, table: PaperTable, records: Sequence[Record]) -> None:
-    for protocol, fill in (("test-best", "full"), ("held-out", "none")):
+    for protocol, fill in (("last", "full"), ("test-best", "left"), ("held-out", "none")):
         own = [s for s in table.series(records) if s.protocol == protocol and "ablation" not in s.tags]
         for title, colour, marker, count in (
             ("the paper's counting", BLUE, "^", lambda record: record.measured.total.macs_paper),
@@ -85,6 +88,13 @@ def _ours(axes: Axes, table: PaperTable, records: Sequence[Record]) -> None:
         ):
             spots = [(table.dense / s.mean(count), 100 * s.accuracy) for s in own]
             spots = [spot for spot in spots if LEAST <= spot[1] <= MOST]
+            seeds = [
+                (table.dense / count(r), 100 * r.measured.accuracy)
+                for s in own
+                if len(s.records) > 1
+                for r in s.records
+            ]
+            axes.plot(*_columns(seeds), ".", color=colour, markersize=2.5, zorder=4)
             if spots:
                 label = f"ours, {title} ({protocol})"
                 axes.plot(*_columns(spots), marker, color=colour, markersize=5.5, fillstyle=fill, label=label, zorder=4)
