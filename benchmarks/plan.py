@@ -105,7 +105,7 @@ class Job:
             part = order[i * self.batch : (i + 1) * self.batch]
             x, y = self.floats(self.images[0][part]), self.images[1][part]
             if self.augment:
-                x = _augmented(x, *moves[:, part])
+                x = augmented(x, *moves[:, part])
             step(x, y)
             optimizer.step()
 
@@ -148,7 +148,7 @@ class Captured:
         self.graph.replay()
 
 
-def _augmented(x: Tensor, dy: Tensor, dx: Tensor, flip: Tensor) -> Tensor:
+def augmented(x: Tensor, dy: Tensor, dx: Tensor, flip: Tensor) -> Tensor:
     """Crops from a border of four pixels, and flips."""
     padded = F.pad(x, (4, 4, 4, 4))
     n, _, h, w = x.shape

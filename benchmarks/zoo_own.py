@@ -84,22 +84,22 @@ class EncoderDecoder(nn.Module):
         return self.head(self.transformer(self.embedding(source), self.embedding(target)))
 
 
-class GPTBlock(nn.Module):
-    """Attention and neurons of a character GPT, with one matrix for queries, keys and values."""
+class TransformerBlock(nn.Module):
+    """Attention and neurons, with one matrix for queries, keys and values; norms come first."""
 
-    def __init__(self, width: int, heads: int, dropout: float = 0.0):
+    def __init__(self, width: int, heads: int, dropout: float = 0.0, causal: bool = True, ratio: int = 4):
         super().__init__()
-        self.heads, self.dropout = heads, dropout
+        self.heads, self.dropout, self.causal = heads, dropout, causal
         self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.up, self.down = nn.Linear(width, ratio * width), nn.Linear(ratio * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, _ = x.shape
         q, k, v = self.qkv(self.first(x)).split(self.qkv.out_features // 3, 2)
         q, k, v = (t.view(batch, length, self.heads, -1).transpose(1, 2) for t in (q, k, v))
         chance = self.dropout if self.training else 0.0
-        y = functional.scaled_dot_product_attention(q, k, v, dropout_p=chance, is_causal=True)
+        y = functional.scaled_dot_product_attention(q, k, v, dropout_p=chance, is_causal=self.causal)
         x = x + self._dropped(self.out(y.transpose(1, 2).reshape(batch, length, -1)))
         return x + self._dropped(self.down(functional.gelu(self.up(self.second(x)))))
 
@@ -121,7 +121,7 @@ class CharacterGPT(nn.Module):
     ):
         super().__init__()
         self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
-        self.blocks = nn.ModuleList(GPTBlock(width, heads, dropout) for _ in range(layers))
+        self.blocks = nn.ModuleList(TransformerBlock(width, heads, dropout) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.tokens.weight

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+import trained_fronts
+from character_gpt import Characters
+from cifar_vit import Photographs
 from deephoyer.lab.recipe_keys import keys
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -41,10 +44,11 @@ def test_the_code_for_transformers_runs_as_it_stands(tmp_path, monkeypatch):
         exec(compile(block, "transformers.md", "exec"), names)
 
 
-def test_the_character_gpts_table_is_that_of_its_records():
-    words = [sys.executable, "benchmarks/character_gpt.py", "none", "--out", "results/bench/character-gpt", "--table"]
-    table = subprocess.run(words, cwd=DOCS.parent, capture_output=True, text=True, check=True).stdout.strip()
-    assert "| continued |" in table and table in (DOCS / "transformers.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("task", [Characters, Photographs])
+def test_tables_of_trained_transformers_are_those_of_their_records(task):
+    results = trained_fronts.read(DOCS.parent / "results" / "bench" / task.shown.name)
+    assert "continued" in results or task is Photographs
+    assert trained_fronts.block(results, task.shown) in (DOCS / "transformers.md").read_text(encoding="utf-8")
 
 
 def test_the_site_builds_without_a_warning(tmp_path):

@@ -1,0 +1,169 @@
+"""How trained transformers are shown: a table and a figure of score against executed MACs, from a folder's JSON files.
+
+Of each penalty the table and the figure have one strength for each size, the best in the mean over seeds by what was
+held out for that; where nothing was, by the score at the last step itself, which flatters all penalties alike.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Run = dict[str, Any]
+Results = dict[str, list[Run]]
+"""Of each network, without its seed, what every seed gave."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A task in words, and how its score reads."""
+
+    name: str
+    title: str
+    score: str
+    unit: str
+    best: Callable[..., Any]
+    text: Callable[[float], str]
+
+    @property
+    def rising(self) -> bool:
+        return self.best is max
+
+
+@dataclass(frozen=True)
+class Row:
+    """A method at one size with the strength that was chosen, or the dense network."""
+
+    method: str
+    kept: str
+    strength: str
+    tried: int
+    runs: list[Run]
+
+    def mean(self, key: str) -> float:
+        return statistics.fmean(r[key] for r in self.runs)
+
+
+def read(folder: Path) -> Results:
+    """Of finished networks only, those whose cost is known."""
+    found: Results = {}
+    for file in sorted(folder.glob("seed-*.json")):
+        for name, numbers in json.loads(file.read_text()).items():
+            if "macs" in numbers:
+                found.setdefault(name.rpartition("-")[0], []).append(numbers)
+    return found
+
+
+def rows(results: Results, shown: Shown) -> list[Row]:
+    """The dense ones, then sizes from large to small, the best method first; unfinished searches choose from what has
+    most seeds."""
+    tries: dict[tuple[str, str], dict[str, list[Run]]] = {}
+    for name, runs in results.items():
+        parts = re.fullmatch(r"(.+?)-([\d.]+(?:e-\d+)?)-([\d.]+)", name)
+        method, strength, kept = parts.groups() if parts else (name, "0", "1")
+        tries.setdefault((method, kept), {})[strength] = runs
+    chosen = []
+    for (method, kept), strengths in tries.items():
+        most = max(map(len, strengths.values()))
+        whole = {strength: runs for strength, runs in strengths.items() if len(runs) == most}
+        best = shown.best(whole, key=lambda strength: statistics.fmean(map(_choosing, whole[strength])))
+        chosen.append(Row(method, kept, "" if best == "0" else best, len(whole), whole[best]))
+    sign = -1 if shown.rising else 1
+    return sorted(chosen, key=lambda row: (-float(row.kept), row.method != "dense", sign * row.mean("last")))
+
+
+def _choosing(run: Run) -> float:
+    return run["held_out"] if "held_out" in run else run["last"]
+
+
+def table(results: Results, shown: Shown) -> str:
+    """Means over seeds ± their standard deviation, in Markdown."""
+    if not results:
+        return "No network is finished yet."
+    found = rows(results, shown)
+    whole = max(row.mean("macs") for row in found)
+    timed = any("times_dense" in run for row in found for run in row.runs)
+    titles = ["network", "kept", "strength", "seeds", f"{shown.score}, last step", "best", "MACs", "parameters"]
+    titles += [f"{shown.unit}/s", "× dense"] if timed else []
+    lines = [f"| {' | '.join(titles)} |", f"|{'---|' * 3}{'--:|' * (len(titles) - 3)}"]
+    for row in found:
+        strength = f"{row.strength} of {row.tried}" if row.strength else ""
+        cells = [row.method, "" if row.kept == "1" else row.kept, strength, str(len(row.runs))]
+        cells += [_spread(row, key, shown) for key in ("last", "best")]
+        cells += [f"{row.mean('macs') / whole:.2f}", f"{row.mean('parameters') / 1e6:.2f}M"]
+        if timed and all("times_dense" in run for run in row.runs):
+            cells += [f"{row.mean(f'{shown.unit}_per_second'):,.0f}", f"{row.mean('times_dense'):.2f}"]
+        elif timed:
+            cells += ["", ""]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _spread(row: Row, key: str, shown: Shown) -> str:
+    values = [run[key] for run in row.runs]
+    return shown.text(statistics.fmean(values)) + (
+        f" ± {shown.text(statistics.stdev(values))}" if len(values) > 1 else ""
+    )
+
+
+def put(results: Results, shown: Shown, page: Path) -> list[Path]:
+    """Writes table and figure where the page has its marks for them, and gives the paths of what was written."""
+    start, end = f"<!-- {shown.name} -->\n", f"<!-- end of {shown.name} -->"
+    before, mark, rest = page.read_text(encoding="utf-8").partition(start)
+    _, other, after = rest.partition(end)
+    if not mark or not other:
+        raise SystemExit(f"{page} has no lines {start.strip()} and {end} for the table.")
+    files = save(results, shown, page.parent / "figures") if results else []
+    page.write_text(before + mark + block(results, shown) + other + after, encoding="utf-8")
+    return [page, *files]
+
+
+def block(results: Results, shown: Shown) -> str:
+    """What stands between a page's marks."""
+    figure = f"\n![{shown.title}: {shown.score} against executed MACs](figures/{shown.name}.svg)\n" if results else ""
+    return f"{table(results, shown)}\n{figure}"
+
+
+def save(results: Results, shown: Shown, folder: Path) -> list[Path]:
+    """Draws score against executed MACs, every seed a point, and gives the files' paths."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter
+
+    from deephoyer.lab.report.figures import style
+
+    @style.styled
+    def drawn() -> Figure:
+        figure = Figure(figsize=(6.4, 4.2))
+        axes = figure.subplots()
+        found = rows(results, shown)
+        whole = max(row.mean("macs") for row in found)
+        colours = dict(zip(("group-hs", "group-lasso", "magnitude", "random"), style.CYCLE, strict=False))
+        for i, (method, colour) in enumerate(colours.items()):
+            own = sorted((row for row in found if row.method == method), key=lambda row: row.mean("macs"))
+            if not own:
+                continue
+            spots = [(run["macs"] / whole, run["last"]) for row in own for run in row.runs]
+            axes.plot(*zip(*spots, strict=True), style.MARKERS[i], color=colour, markersize=5, alpha=0.8, label=method)
+            means = [(row.mean("macs") / whole, row.mean("last")) for row in own]
+            axes.plot(*zip(*means, strict=True), color=colour, linewidth=1)
+        low, high = axes.get_ylim()
+        for row in found:
+            if row.method in colours:
+                continue
+            value, line = row.mean("last"), "-" if row.method == "dense" else "--"
+            if max(low - value, value - high) > high - low:  # would squeeze everything else together
+                axes.plot([], [], " ", label=f"{row.method}: {shown.text(value)}, outside")
+            else:
+                axes.axhline(value, color=style.GREY, linestyle=line, linewidth=1, label=row.method)
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: shown.text(y)))
+        axes.set(title=shown.title, xlabel="executed MACs, share of the dense network's")
+        axes.set_ylabel(f"{shown.score} at the last step")
+        figure.legend(loc="outside lower center", ncols=3)
+        return figure
+
+    return style.save(drawn(), folder, shown.name)
