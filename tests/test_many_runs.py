@@ -11,6 +11,7 @@ import pytest
 
 import deephoyer as dh
 from deephoyer.lab import sweep
+from deephoyer.lab.fork_server import Forked, ForkServer
 from deephoyer.lab.processes import ListedMembers, Member, conduct
 from deephoyer.lab.search import Axis, Search, goals
 
@@ -52,7 +53,14 @@ time.sleep(60)
 """
 
 
-def test_ctrl_c_is_told_to_all_members_before_any_is_waited_for(tmp_path):
+@pytest.fixture(params=["forked", "by themselves"])
+def however_started(request, monkeypatch):
+    if request.param == "by themselves":
+        monkeypatch.setattr("deephoyer.lab.fork_server.can_run", lambda words: False)
+    return request.param
+
+
+def test_ctrl_c_is_told_to_all_members_before_any_is_waited_for(tmp_path, however_started):
     def show(busy):
         if len(list(tmp_path.glob("*/ready"))) == 2:
             raise KeyboardInterrupt
@@ -79,7 +87,9 @@ if mine.name == "broken" or company or not tries:
 """
 
 
-def test_members_that_failed_through_anothers_gpu_fault_are_retried_alone_once_all_have_left_the_gpu(tmp_path):
+def test_members_that_failed_through_anothers_gpu_fault_are_retried_alone_once_all_have_left_the_gpu(
+    tmp_path, however_started
+):
     team = [Member([], tmp_path / name) for name in ("killed", "faulted", "broken", "faulted too")]
     conduct([sys.executable, "-c", FAULTY], dict(os.environ), ListedMembers(team), 4)
     assert [m.status for m in team] == [3, 0, 1, 0]
@@ -94,7 +104,7 @@ def test_a_grid_that_makes_no_sense_is_refused_before_anything_runs(tmp_path, ax
     assert not list(tmp_path.iterdir())
 
 
-def test_a_member_that_was_killed_is_told_as_killed_and_by_what(tmp_path):
+def test_a_member_that_was_killed_is_told_as_killed_and_by_what(tmp_path, however_started):
     team = [Member([], tmp_path / "a")]
     conduct([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], dict(os.environ), ListedMembers(team), 1)
     assert team[0].line() == "failed: killed by SIGKILL"
@@ -103,6 +113,9 @@ def test_a_member_that_was_killed_is_told_as_killed_and_by_what(tmp_path):
 PARENT = """
 import os, sys
 from pathlib import Path
+from deephoyer.lab import fork_server
+if sys.argv[2] != "forked":
+    fork_server.can_run = lambda words: False
 from deephoyer.lab.processes import ListedMembers, Member, conduct
 child = "import pathlib, sys, time; from deephoyer.lab.processes import end_with_parent; end_with_parent(); "
 child += "(pathlib.Path(sys.argv[-1]) / 'ready').touch(); time.sleep(60)"
@@ -111,14 +124,78 @@ conduct([sys.executable, "-c", child], dict(os.environ), ListedMembers([Member([
 
 
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL], ids=["terminated", "killed"])
-def test_members_end_with_their_parent_however_it_ends(tmp_path, end):
-    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path)])
+def test_members_end_with_their_parent_however_it_ends(tmp_path, end, however_started):
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path), however_started])
     _until(lambda: (tmp_path / "child" / "ready").exists())
     children = _children_of(parent.pid)
+    children += [below for child in children for below in _children_of(child)]
     parent.send_signal(end)
     parent.wait()
-    assert children
+    assert len(children) == (2 if however_started == "forked" else 1)
     _until(lambda: not any(os.path.exists(f"/proc/{child}") for child in children))
+
+
+SPEAKS = """
+import os, signal, sys, time
+print("out", sys.argv[1:], flush=True)
+print("err", os.getsid(0) == os.getpid(), os.environ["DEEPHOYER_END_WITH_STDIN"], file=sys.stderr)
+print(sys.stdin.read(), "input is over")
+sys.exit(3)
+"""
+
+
+def test_a_forked_program_has_its_own_arguments_output_input_and_session_as_one_started_by_itself(tmp_path):
+    said = []
+    for server in (ForkServer({**os.environ, "DEEPHOYER_END_WITH_STDIN": "1"}), None):
+        with open(tmp_path / "log.txt", "wb") as log:
+            if server is not None:
+                assert server.ready()
+                process = server.start(["-c", SPEAKS, "a b", "--c"], log)
+            else:
+                words, environment = [sys.executable, "-c", SPEAKS, "a b", "--c"], {"DEEPHOYER_END_WITH_STDIN": "1"}
+                process = subprocess.Popen(words, env={**os.environ, **environment}, stdin=subprocess.PIPE,
+                                           stdout=log, stderr=subprocess.STDOUT, start_new_session=True)  # fmt: skip
+            assert process.poll() is None
+            process.stdin.close()
+            assert process.wait() == process.poll() == 3
+        said.append((tmp_path / "log.txt").read_text())
+        if server is not None:
+            server.close()
+    assert said[0] == said[1] and "out ['a b', '--c']" in said[0] and "err True 1" in said[0]
+
+
+def test_when_the_server_is_killed_its_programs_end_and_the_next_start_by_themselves(tmp_path):
+    waits = "import pathlib, sys, time; from deephoyer.lab.processes import end_with_parent; end_with_parent(); "
+    waits += "(pathlib.Path(sys.argv[-1]) / 'ready').touch(); time.sleep(0 if 'second' in sys.argv[-1] else 60)"
+    team = [Member([], tmp_path / name) for name in ("first", "second")]
+    killed = []
+
+    def show(busy):
+        if (tmp_path / "first" / "ready").exists() and not killed:
+            server = _children_of(os.getpid())[-1]
+            killed.extend([server, *_children_of(server)])
+            os.kill(server, signal.SIGKILL)
+
+    conduct([sys.executable, "-c", waits], dict(os.environ), ListedMembers(team), 1, show)
+    assert [m.status for m in team] == [1, 0] and len(killed) == 2
+    _until(lambda: not os.path.exists(f"/proc/{killed[1]}"))
+
+
+def test_a_server_with_the_drivers_files_open_does_not_serve(tmp_path, monkeypatch):
+    from deephoyer.lab import fork_server
+
+    assert not fork_server._has_touched_a_gpu()
+    monkeypatch.setattr(os.path, "realpath", lambda path: "/dev/nvidiactl")
+    assert fork_server._has_touched_a_gpu()
+
+
+@pytest.mark.cuda
+def test_forked_members_train_on_the_gpu(tmp_path):
+    quick = [*QUICK, "device=cuda"]
+    team = sweep.members("demo", quick, ["seed=0,1,2"], tmp_path)
+    sweep.run_all("demo", quick, team, 3, None)
+    assert [m.status for m in team] == [0, 0, 0] and not any(m.retried for m in team)
+    assert all(isinstance(m.process, Forked) for m in team)
 
 
 def _children_of(pid):

@@ -20,9 +20,14 @@ from pathlib import Path
 from typing import IO, Any
 
 from deephoyer.files import folder_at
+from deephoyer.lab import fork_server
+from deephoyer.lab.fork_server import Forked, ForkServer
 from deephoyer.lab.train.progress import describe
 
 GPU_TROUBLES = ("CUDA error", "CUDA driver error", "Triton Error [CUDA]", "cuDNN error")
+DEEPHOYER = (sys.executable, "-m", "deephoyer")
+IMPORTS = ("deephoyer.lab.cli", "deephoyer.lab.train.run", "deephoyer.lab.train.result", "torch._dynamo")
+"""What a run needs; torch imports the last of them by itself at an optimizer's first step."""
 END_WITH_STDIN = "DEEPHOYER_END_WITH_STDIN"
 TOLD_EVERY = 60.0
 """Seconds between two lines about runs that go on, where there is no terminal to show them on."""
@@ -34,7 +39,7 @@ class Member:
 
     overrides: list[str]
     folder: Path
-    process: subprocess.Popen[bytes] | None = None
+    process: subprocess.Popen[bytes] | Forked | None = None
     log: IO[bytes] | None = None
     status: int | None = None
     retried: bool = False
@@ -130,20 +135,21 @@ def conduct(
 ) -> None:
     """Runs what the queue gives, `jobs` at a time, as `words` + overrides + `--out FOLDER`.
 
+    Where it can be, they are forked from a process that has imported what they need (`fork_server.py`).
     Ctrl-C and SIGTERM stop the children first; they also end by themselves if this process is killed outright.
     """
     busy, faulted = list[Member](), list[Member]()
     told = time.monotonic()
-    with _sigterm_raises():
+    with _sigterm_raises(), Starter(words, environment) as start:
         try:
             while queue.open() or busy or faulted:
                 while len(busy) < jobs and (member := queue.next()) is not None:
-                    busy.append(_start(words, environment, member))
+                    busy.append(start(member))
                     say(f"starts: {member.title}")
                 if faulted and not busy and not queue.open():
                     # Only now: a GPU's server is in order again when the last process has left it. Alone, for one
                     # of them may have been the cause.
-                    busy.append(_start(words, environment, faulted.pop(0).again()))
+                    busy.append(start(faulted.pop(0).again()))
                 for member in list(busy):
                     if not _poll(member):
                         continue
@@ -169,17 +175,39 @@ def conduct(
             raise
 
 
-def _start(words: list[str], environment: dict[str, str], member: Member) -> Member:
-    member.log = open(folder_at(member.folder) / "log.txt", "ab" if member.retried else "wb")  # noqa: SIM115 (closed when the process ends)
-    member.process = subprocess.Popen(
-        [*words, *member.overrides, "--out", str(member.folder)],
-        env=environment | {END_WITH_STDIN: "1"},
-        stdin=subprocess.PIPE,  # closes when this process is gone, however that came
-        stdout=member.log,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,  # Ctrl-C reaches the members through us, once, and not through the terminal as well
-    )
-    return member
+class Starter:
+    """Starts members: forked from a server where that goes, each by itself elsewhere and when it is retried."""
+
+    def __init__(self, words: list[str], environment: dict[str, str]):
+        self.words, self.environment = words, environment | {END_WITH_STDIN: "1"}
+        self.server: ForkServer | None = None
+
+    def __enter__(self) -> Starter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.server is not None:
+            self.server.close()
+
+    def __call__(self, member: Member) -> Member:
+        member.log = open(folder_at(member.folder) / "log.txt", "ab" if member.retried else "wb")  # noqa: SIM115 (closed when the process ends)
+        words = [*self.words, *member.overrides, "--out", str(member.folder)]
+        forked = None
+        if fork_server.can_run(words) and not member.retried:
+            if self.server is None:
+                imports = IMPORTS if tuple(words[:3]) == DEEPHOYER else ()
+                self.server = ForkServer(self.environment, imports)
+                self.server.ready()
+            forked = None if self.server.gone else self.server.start(words[1:], member.log)
+        member.process = forked or subprocess.Popen(
+            words,
+            env=self.environment,
+            stdin=subprocess.PIPE,  # closes when this process is gone, however that came
+            stdout=member.log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C reaches the members through us, once, and not through the terminal as well
+        )
+        return member
 
 
 def _poll(member: Member) -> bool:
@@ -241,9 +269,6 @@ def end_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=watch, daemon=True).start()
-
-
-DEEPHOYER = (sys.executable, "-m", "deephoyer")
 
 
 def _last_line(path: Path) -> str:

@@ -1,0 +1,221 @@
+"""Python programs that start fast: a server that has imported what they need, and forks a child for each of them.
+
+Importing torch takes seconds of a core, which each of a thousand short runs would pay. The server pays once. It never
+touches a GPU, so that its children may; each has a session, a standard input and a log of its own, as if it had been
+started by itself. Which programs those are, and what is made of their ends, is for `processes.py`.
+
+Linux alone: elsewhere a fork may not do what its parent has begun.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+MESSAGE = 1 << 17
+"""Bytes that a request may have; Linux gives room for a little more."""
+
+
+def can_run(words: list[str]) -> bool:
+    """Whether these words start a program of Python's that can be forked."""
+    return sys.platform == "linux" and words[0] == sys.executable and words[1] in ("-m", "-c")
+
+
+# The side of who asks
+
+
+class ForkServer:
+    """A server of one's own. `ready()` waits for it; it ends with `close()`, or with this process however that ends."""
+
+    def __init__(self, environment: dict[str, str], imports: Sequence[str] = ()):
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        none = subprocess.DEVNULL
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "deephoyer.lab.fork_server", str(theirs.fileno()), *imports],
+            env={"OMP_WAIT_POLICY": "passive"} | environment,  # see deephoyer/__main__.py
+            pass_fds=[theirs.fileno()],
+            stdin=none,
+            stdout=none,
+            stderr=none,
+            start_new_session=True,
+        )
+        theirs.close()
+        self._started = 0
+        self._ended: dict[int, int] = {}
+        self.gone = False
+
+    def ready(self) -> bool:
+        """Waits until it has imported what it imports; False if it can't serve here."""
+        self.gone = self.gone or not self._socket.recv(MESSAGE)
+        return not self.gone
+
+    def start(self, words: list[str], log: IO[bytes]) -> Forked | None:
+        """Has a child run `python words`, its output in a log; None if the server is gone."""
+        reading, writing = os.pipe()
+        self._started += 1
+        request = {"start": self._started, "words": words}
+        try:
+            socket.send_fds(self._socket, [json.dumps(request).encode()], [reading, log.fileno()])
+        except OSError:  # it is gone, or can't take that many words
+            os.close(writing)
+            return None
+        finally:
+            os.close(reading)
+        return Forked(self, self._started, os.fdopen(writing, "wb", buffering=0))
+
+    def tell(self, **request: int) -> None:
+        """Asks for something else; nobody hears it if the server is gone."""
+        try:
+            self._socket.send(json.dumps(request).encode())
+        except OSError:
+            self.gone = True
+
+    def status(self, number: int, wait: bool = False) -> int | None:
+        """The exit status of a child, negative for a signal; None while it runs or if nobody knows any more."""
+        while number not in self._ended and not self.gone:
+            try:
+                told = self._socket.recv(MESSAGE, 0 if wait else socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return None
+            except ConnectionError:
+                told = b""
+            if told:
+                end = json.loads(told)
+                self._ended[end["ended"]] = end["status"]
+            else:
+                self.gone = True
+        return self._ended.get(number)
+
+    def close(self) -> None:
+        self._socket.close()
+        self._process.terminate()
+        self._process.wait()
+
+
+class Forked:
+    """A child of the server: what `processes.py` needs of a `subprocess.Popen`."""
+
+    LOST = 1
+    """The status of one whose server was killed: it is told to end, and how it ends is not known."""
+
+    def __init__(self, server: ForkServer, number: int, stdin: IO[bytes]):
+        self._server, self._number, self.stdin = server, number, stdin
+        self.returncode: int | None = None
+
+    def poll(self, wait: bool = False) -> int | None:
+        if self.returncode is None:
+            self.returncode = self._server.status(self._number, wait)
+            if self.returncode is None and self._server.gone:
+                self.stdin.close()
+                self.returncode = self.LOST
+        return self.returncode
+
+    def wait(self) -> int:
+        status = self.poll(wait=True)
+        assert status is not None
+        return status
+
+    def send_signal(self, number: int) -> None:
+        """By the server, who knows whether the process's number is still its own."""
+        self._server.tell(signal=number, to=self._number)
+
+
+# The server's side
+
+
+def serve(control: socket.socket, imports: Sequence[str]) -> list[str] | None:
+    """Forks until the other end is closed. Returns once in the server, and in each child with what it has to run."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # for children: kept until they can listen
+    for module in imports:
+        importlib.import_module(module)
+    if _has_touched_a_gpu():
+        return None
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake)
+    children: dict[int, int] = {}
+    try:
+        control.send(b"{}")
+        while True:
+            ready, _, _ = select.select([control, woken], [], [])
+            if woken in ready:
+                os.read(woken, 4096)
+                _tell_ends(control, children)
+            if control in ready:
+                message, descriptors, _, _ = socket.recv_fds(control, MESSAGE, 2)
+                if not message:
+                    return None
+                request = json.loads(message)
+                if "signal" in request:
+                    for process in [p for p, number in children.items() if number == request["to"]]:
+                        os.kill(process, request["signal"])
+                    continue
+                process = os.fork()
+                if process == 0:
+                    _become_a_program(descriptors, [control.detach(), woken, wake])
+                    words: list[str] = request["words"]
+                    return words
+                children[process] = request["start"]
+                for descriptor in descriptors:
+                    os.close(descriptor)
+    except ConnectionError:
+        return None
+
+
+def _has_touched_a_gpu() -> bool:
+    """Whether the driver is in use: then it would not work in children."""
+    opened = (Path(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd"))
+    return any(os.path.realpath(path).startswith("/dev/nvidia") for path in opened)
+
+
+def _tell_ends(control: socket.socket, children: dict[int, int]) -> None:
+    while children:
+        process, status = os.waitpid(-1, os.WNOHANG)
+        if not process:
+            return
+        end: dict[str, Any] = {"ended": children.pop(process), "status": os.waitstatus_to_exitcode(status)}
+        control.send(json.dumps(end).encode())
+
+
+def _become_a_program(descriptors: list[int], servers: list[int]) -> None:
+    """In a child: nothing of the server's is left, standard input, output and errors are its own."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.setsid()
+    stdin, log = descriptors
+    for place, descriptor in ((0, stdin), (1, log), (2, log)):
+        os.dup2(descriptor, place)
+    for descriptor in (*descriptors, *servers):
+        os.close(descriptor)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+
+
+def run_python(words: list[str]) -> None:
+    """What `python words` does, for -m and -c."""
+    kind, program, *rest = words
+    sys.argv = [kind if kind == "-c" else program, *rest]
+    if kind == "-m":
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+    else:
+        exec(compile(program, "<string>", "exec"), {"__name__": "__main__"})
+
+
+if __name__ == "__main__":
+    try:
+        program = serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])
+    except KeyboardInterrupt:  # in a child, before it has begun
+        raise SystemExit(130) from None
+    if program is not None:
+        run_python(program)
