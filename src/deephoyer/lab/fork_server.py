@@ -148,11 +148,11 @@ def serve(control: socket.socket, imports: Sequence[str]) -> list[str] | None:
     try:
         control.send(b"{}")
         while True:
-            ready, _, _ = select.select([control, woken], [], [])
+            ready, _, _ = select.select([control.fileno(), woken], [], [])
             if woken in ready:
                 os.read(woken, 4096)
                 _tell_ends(control, children)
-            if control in ready:
+            if control.fileno() in ready:
                 message, descriptors, _, _ = socket.recv_fds(control, MESSAGE, 2)
                 if not message:
                     return None
