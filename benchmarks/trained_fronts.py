@@ -39,6 +39,7 @@ class Shown:
 class Row:
     """A method at one size with the strength that was chosen, or the dense network."""
 
+    name: str
     method: str
     kept: str
     strength: str
@@ -46,7 +47,8 @@ class Row:
     runs: list[Run]
 
     def mean(self, key: str) -> float:
-        return statistics.fmean(r[key] for r in self.runs)
+        """Over the seeds that have it: not every one is timed."""
+        return statistics.fmean(r[key] for r in self.runs if key in r)
 
 
 def read(folder: Path) -> Results:
@@ -72,7 +74,8 @@ def rows(results: Results, shown: Shown) -> list[Row]:
         most = max(map(len, strengths.values()))
         whole = {strength: runs for strength, runs in strengths.items() if len(runs) == most}
         best = shown.best(whole, key=lambda strength: statistics.fmean(map(_choosing, whole[strength])))
-        chosen.append(Row(method, kept, "" if best == "0" else best, len(whole), whole[best]))
+        name = method if kept == "1" else f"{method}-{best}-{kept}"
+        chosen.append(Row(name, method, kept, "" if best == "0" else best, len(whole), whole[best]))
     sign = -1 if shown.rising else 1
     return sorted(chosen, key=lambda row: (-float(row.kept), row.method != "dense", sign * row.mean("last")))
 
@@ -96,7 +99,7 @@ def table(results: Results, shown: Shown) -> str:
         cells = [row.method, "" if row.kept == "1" else row.kept, strength, str(len(row.runs))]
         cells += [_spread(row, key, shown) for key in ("last", "best")]
         cells += [f"{row.mean('macs') / whole:.2f}", f"{row.mean('parameters') / 1e6:.2f}M"]
-        if timed and all("times_dense" in run for run in row.runs):
+        if any("times_dense" in run for run in row.runs):
             cells += [f"{row.mean(f'{shown.unit}_per_second'):,.0f}", f"{row.mean('times_dense'):.2f}"]
         elif timed:
             cells += ["", ""]

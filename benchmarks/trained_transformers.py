@@ -342,19 +342,20 @@ class Study:
         total = dh.summary(model.eval(), self.task.inputs(2), latency=False).total
         return {"parameters": total.parameters, "macs": total.macs_executed}
 
-    def speeds(self, turns: int = 5, budget: float = 0.1) -> None:
-        """Times every kept network that is the end of something, in turns with the dense one.
+    def speeds(self, turns: int = 5, budget: float = 0.05) -> None:
+        """Times the networks that the table shows, in turns with the dense one.
 
         Weights are bfloat16 on a GPU, and a forward pass is a CUDA graph unless that is refused.
         """
         key = f"{self.task.shown.unit}_per_second"
-        finals = [name for name, r in self.results.items() if "parameters" in r and self.path(name).exists()]
-        if f"dense-{self.seed}" not in finals:
-            raise SystemExit(f"{self.folder} has no network dense-{self.seed} to time the others beside.")
+        shown = trained_fronts.rows(trained_fronts.read(self.folder), self.task.shown)
+        names = [name for row in shown if (name := f"{row.name}-{self.seed}") in self.results]
+        if missing := [name for name in names if not self.path(name).exists()] or ["at all"] * (not names):
+            raise SystemExit(f"{self.folder} has no network {missing[0]} to time.")
         x = self.task.inputs(self.sizes.batch)
         units = x.numel() if self.task.shown.unit == "tokens" else len(x)
         dense = self._forward(f"dense-{self.seed}", x)
-        for name in finals:
+        for name in names:
             times: dict[str, list[float]] = {"dense": [], "own": []}
             own = self._forward(name, x)
             for _ in range(turns):
@@ -362,9 +363,7 @@ class Study:
                     times[side].append(measuring.milliseconds(call, self.task.device, budget))
             plain, now = (units / statistics.median(ms) * 1e3 for ms in times.values())
             self.results[name] |= {key: now, "times_dense": now / plain}
-            print(
-                f"{name}: {now:,.0f} {self.task.shown.unit} a second, {now / plain:.2f} × the dense one's", flush=True
-            )
+            print(f"{name}: {now:,.0f} {self.task.shown.unit}/s, {now / plain:.2f} × the dense one's", flush=True)
         self.results["timed_on"] = measuring.machine(self.task.device) | {"batch": self.sizes.batch}
         self.write()
 
@@ -397,14 +396,13 @@ def main(kind: type[Task], about: str | None) -> None:
     words.add_argument("--seconds", type=float, default=math.inf, help="begin nothing new after so many")
     words.add_argument("--compile", action=argparse.BooleanOptionalAction, default=False, help="blocks, by inductor")
     words.add_argument("--capture", action=argparse.BooleanOptionalAction, default=True, help="steps, on a GPU")
-    words.add_argument(
-        "--together", action=argparse.BooleanOptionalAction, default=False, help="a process for each seed"
-    )
     words.add_argument("--brief", action="store_true", help="tiny, on made-up data: shows that it runs")
-    words.add_argument("--speeds", action="store_true", help="only time the networks that are there")
-    words.add_argument("--table", action="store_true", help="only show what is there")
-    words.add_argument("--figure", type=Path, help="only draw what is there, into this folder")
-    words.add_argument("--page", type=Path, help="only put table and figure into this page, between its marks")
+    one = words.add_mutually_exclusive_group()
+    one.add_argument("--together", action=argparse.BooleanOptionalAction, default=False, help="a process for each seed")
+    one.add_argument("--speeds", action="store_true", help="only time the networks that the table shows")
+    one.add_argument("--table", action="store_true", help="only show what is there")
+    one.add_argument("--figure", type=Path, help="only draw what is there, into this folder")
+    one.add_argument("--page", type=Path, help="only put table and figure into this page, between its marks")
     for field in fields(kind.sizes_type):
         words.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default))
     chosen = words.parse_args()

@@ -38,7 +38,9 @@ def test_a_tiny_network_goes_through_all_stages_and_resumes(monkeypatch, capsys,
     again = said(monkeypatch, capsys, task, *words)
     assert "  step" not in again and again.strip() == first[first.index("| network") :].strip()
     more = said(monkeypatch, capsys, task, *words, "magnitude")  # goes on from networks in files
-    assert more.count("plain-0") == 0 and "magnitude-0-0.5-0" in results(tmp_path)
+    said(monkeypatch, capsys, task, *SHORT, "--out", tmp_path / "at once", "--methods", "random", "magnitude")
+    assert "plain-0" not in more
+    assert results(tmp_path)["magnitude-0-0.5-0"] == results(tmp_path / "at once")["magnitude-0-0.5-0"]
 
 
 def test_compiled_blocks_train_as_plain_ones_and_are_compiled_once(monkeypatch, capsys, tmp_path):
@@ -60,6 +62,7 @@ def test_compiled_blocks_train_as_plain_ones_and_are_compiled_once(monkeypatch, 
         torch.testing.assert_close(ours[name], tensor, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_seed_has_a_process_of_its_own_that_goes_on_without_compiling_where_that_fails(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
