@@ -75,7 +75,9 @@ class Photographs(trained_transformers.Task):
     data_help = "the folder with CIFAR-10's binary files"
     strengths = (1e-3, 3e-4, 3e-3)
     weight_decay, betas = 0.05, (0.9, 0.999)
-    shown = Shown("cifar-vit", "A small ViT on CIFAR-10", "test accuracy, %", "images", max, lambda x: f"{100 * x:.2f}")
+    shown = Shown(
+        "cifar-vit", "A small ViT on CIFAR-10", "test accuracy (%)", "images", max, lambda x: f"{100 * x:.2f}"
+    )
 
     def __init__(self, data: Path | None, sizes: Sizes, device: str, brief: bool = False):
         self.sizes, self.device = sizes, device
