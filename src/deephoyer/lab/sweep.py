@@ -14,7 +14,8 @@ from rich.table import Table
 
 from deephoyer.errors import UserError
 from deephoyer.lab import recipe as recipes
-from deephoyer.lab.processes import DEEPHOYER, ListedMembers, Member, Queue, conduct
+from deephoyer.lab.choices import named
+from deephoyer.lab.processes import DEEPHOYER, IMPORTS, UNTIMED, ListedMembers, Member, Queue, conduct
 
 
 def members(recipe: str, overrides: Sequence[str], grid: Iterable[str], folder: Path) -> list[Member]:
@@ -67,20 +68,31 @@ def run_queue(
     mps: bool = True,
     say: Callable[[str], None] = print,
     program: Sequence[str] = DEEPHOYER,
+    timed: bool = True,
 ) -> None:
-    """Conducts a queue of runs of one recipe; several on one GPU share it."""
+    """Conducts a queue of runs of one recipe; several on one GPU share it. Unless they are to be `timed`, runs leave
+    out the seconds in which the final network's speed is measured."""
     from deephoyer.lab.train import gpu_sharing
 
     with ExitStack() as shared:
-        environment = dict(os.environ)
+        environment = dict(os.environ) | ({} if timed else {UNTIMED: "1"})
         crowd = gpu_sharing.crowd(devices, jobs)
         if crowd > 1:
             environment |= gpu_sharing.quiet_threads()
             environment |= shared.enter_context(gpu_sharing.mps(say, crowd)) if mps else {}
-        quiet = show is not None  # a live table says it all
-        conduct(
-            [*program, "run", recipe, *overrides], environment, queue, jobs, show, (lambda _: None) if quiet else say
-        )
+        if show is not None:  # a live table says it all
+            say = _nothing
+        conduct([*program, "run", recipe, *overrides], environment, queue, jobs, show, say, _imports(recipe, overrides))
+
+
+def _nothing(text: str) -> None:
+    pass
+
+
+def _imports(recipe: str, overrides: Sequence[str]) -> tuple[str, ...]:
+    """What runs of a recipe share: modules, and images that would take each of them two seconds to unpack."""
+    data, _ = named(recipes.read(recipe, overrides).data)
+    return (*IMPORTS, *(["deephoyer.lab.data.mnist:mnist"] if data == "mnist" else []))
 
 
 def default_jobs() -> int:
