@@ -10,69 +10,25 @@ times inference at the end: the dense network and those whose widths are multipl
 
 from __future__ import annotations
 
-import gc
 import json
-import math
 import shlex
-import subprocess
-import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from deephoyer.errors import UserError
 from deephoyer.export import load
-from deephoyer.lab import models, recipe
-from deephoyer.lab.recipe import Command
-from deephoyer.lab.runs.find import RUNS
-from deephoyer.lab.runs.folder import RunFolder
-from deephoyer.lab.schema import STAGES
-from deephoyer.lab.train.result import COMPACT, finish, recorded
-from deephoyer.lab.train.run import Run
+from deephoyer.lab import models
+from deephoyer.lab.train.result import COMPACT
 from deephoyer.latency import measure as measure_latency
 from measuring import machine, show, words, write
+from runs_in_time import Job, Records, in_this_process, scaled
 
 SECONDS_AN_EPOCH = {"resnet-50": 7.5, "alexnet": 3.5}
 """A guess, until an epoch has been seen."""
 AROUND = 20.0
 """Seconds that a run takes besides its epochs: compiling, pruning, measuring."""
-
-
-@dataclass
-class Job:
-    """A run: what its row is called, and the words that start it."""
-
-    network: str
-    method: str
-    aim: str
-    base: str
-    overrides: tuple[str, ...]
-    is_row: bool = True
-    record: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def folder(self) -> Path:
-        return RUNS / recipe.folder_name(self.base, self.overrides)
-
-    @property
-    def seed(self) -> int:
-        return self.command.read().seed
-
-    @property
-    def command(self) -> Command:
-        return Command(self.base, self.overrides)
-
-    def start(self) -> str:
-        """The override that begins another run with what this one ends with."""
-        return f"start={json.dumps(shlex.join([self.base, *sorted(self.overrides)]))}"
-
-    def epochs(self) -> int:
-        made = self.command.read()
-        return sum(getattr(getattr(made, stage), "epochs", 0) for stage in STAGES)
 
 
 @dataclass(frozen=True)
@@ -98,16 +54,7 @@ class Plan:
 
     def job(self, network: str, method: str, aim: str, base: str, *overrides: str, is_row: bool = True) -> Job:
         """A job whose epochs are scaled."""
-        given = (*overrides, *self.changes)
-        made = recipe.read(base, given)
-        if self.scale != 1:
-            stages = [(name, getattr(made, name)) for name in STAGES]
-            given += tuple(
-                f"{name}.epochs={max(1, math.ceil(self.scale * stage.epochs))}"
-                for name, stage in stages
-                if hasattr(stage, "epochs")
-            )
-        return Job(network, method, aim, base, given, is_row)
+        return Job(network, method, aim, base, scaled(base, (*overrides, *self.changes), self.scale), is_row)
 
     def resnet(self) -> Iterator[Job]:
         """Two fifths of the MACs by three methods, then a fast one, then other strengths and sizes."""
@@ -177,89 +124,12 @@ class Plan:
                     yield self.job(name, f"{method}, to {aim}", f"{1 / share:.0f} ×", base, *words)
 
 
-_data: dict[str, Any] = {}
-"""What was read is held, or every run would decode all images again."""
-
-
-def do(job: Job) -> dict[str, Any]:
-    """One run to its end, or what it came to when it was done before."""
-    began, folder = time.monotonic(), RunFolder(job.folder)
-    if (folder / "summary.json").exists():
-        return recorded(folder)
-    run = Run(job.command.read(), job.folder, command=job.command)
-    record = finish(run.execute())
-    _data[job.network] = run.data
-    epoch = min(line["seconds"] for line in folder.metrics())
-    rate = len(run.pool) / epoch
-    del run
-    gc.collect()  # a run's captured graphs hold memory on the device
-    print(f"{job.network}, {job.method} {job.aim} seed {job.seed}: {time.monotonic() - began:.0f} s", flush=True)
-    return record | {"fastest epoch": epoch, "images a second": rate}
-
-
-class Records:
-    """Publishes finished runs, one after the other, in a process of its own; their weights stay where they are."""
-
-    def __init__(self, results: Path | None):
-        self.results = results
-        self.waiting: list[Job] = []
-        self.now: subprocess.Popen[bytes] | None = None
-
-    def add(self, job: Job) -> None:
-        if self.results is not None:
-            self.waiting.append(job)
-            self.go_on()
-
-    def go_on(self) -> bool:
-        """Begins with the next one where none is being written; whether one is."""
-        if self.now is not None and self.now.poll() is None:
-            return True
-        if self.results is None or not self.waiting:
-            return False
-        job = self.waiting.pop(0)
-        row = f"{job.method}{', ' * bool(job.aim)}{job.aim}"
-        call = ["nice", sys.executable, "-m", "deephoyer", "publish", str(job.folder), "--no-weights"]
-        self.now = subprocess.Popen([*call, "--as", row, "--results", str(self.results)])
-        return True
-
-    def finish(self, until: float) -> None:
-        while self.go_on() and time.monotonic() < until:
-            time.sleep(0.2)
-        if self.now is not None and self.now.poll() is None:
-            self.now.terminate()
-
-
-def all_in_time(jobs: Sequence[Job], seconds: float, records: Records) -> list[str]:
-    """Does them in order; those that are not expected to end in time, and what starts from them, are left."""
-    began, left, around = time.monotonic(), [], AROUND
-    pace = dict(SECONDS_AN_EPOCH)
-    for job in jobs:
-        done = (job.folder / "summary.json").exists()
-        expected = 0.0 if done else job.epochs() * pace[job.network] + around
-        if time.monotonic() - began + expected > seconds:
-            left.append(f"{job.network}, {job.method} {job.aim}: would take {expected:.0f} s")
-            continue
-        try:
-            job.record = do(job)
-        except UserError as why:
-            left.append(f"{job.network}, {job.method} {job.aim}: {str(why).splitlines()[0]}")
-            continue
-        if done:
-            continue
-        pace[job.network] = 1.05 * job.record["fastest epoch"]
-        if job.is_row:
-            records.add(job)
-        records.go_on()
-    records.finish(began + seconds)
-    return left
-
-
 def rates(jobs: Sequence[Job], size: int, batch: int, device: str) -> dict[str, float]:
     """Images a second of the dense network and of those with widths in multiples, compiled, in bfloat16, in turns."""
     small = [job for job in jobs if job.record and "multiples" in job.method]
     if not small:
         return {}
-    of = small[0].command.read().model
+    of = small[0].recipe.model
     dense, where = models.of(of), torch.device(device)
     networks = [dense, *(load(job.folder / COMPACT, models.of(of)) for job in small)]
     networks = [n.eval().to(where, torch.bfloat16).to(memory_format=torch.channels_last) for n in networks]
@@ -291,7 +161,7 @@ def rows(jobs: Sequence[Job]) -> list[list[str]]:
         total = job.record["sparse"]["total"]
         macs = job.record.get("compact", {}).get("total", {}).get("macs_executed") or total["macs_executed"]
         top5 = job.record.get("top5", {}).get(last)
-        cells = [job.network, job.method, job.aim, str(job.seed), f"{job.record['accuracy'][last]:.2%}"]
+        cells = [job.network, job.method, job.aim, str(job.recipe.seed), f"{job.record['accuracy'][last]:.2%}"]
         cells += ["–" if top5 is None else f"{top5:.2%}", f"{macs / 1e6:,.0f}M", f"{total['nonzeros']:,}"]
         rate = job.record.get("images a second")
         cells += [f"{macs / total['macs_executed']:.3f}", "–" if rate is None else f"{rate:,.0f}"]
@@ -319,7 +189,7 @@ def main() -> None:
     plan = Plan(chosen.scale, (*here, *chosen.changes), tuple(chosen.seeds), chosen.weights, strengths)
     resnet = plan.resnet() if chosen.network != "alexnet" else ()
     jobs = [*resnet, *(plan.alexnet() if chosen.network != "resnet-50" else ())]
-    left = all_in_time(jobs, chosen.seconds, Records(chosen.publish))
+    left = in_this_process(jobs, chosen.seconds, Records(chosen.publish), SECONDS_AN_EPOCH, AROUND)
     show("Tiny-ImageNet, 100 classes", rows(jobs), words=3)
     inference = rates(jobs, chosen.size, chosen.batch, chosen.device) if chosen.rates else {}
     for name, rate in inference.items():

@@ -1,13 +1,17 @@
 """The benchmarks: what they show and write, never how long anything takes."""
 
+import io
 import json
+import random
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+import cifar_fronts
 import epochs
 import imports
 import input_pipeline
@@ -15,10 +19,15 @@ import latency_targets
 import others_networks
 import plan
 import regularizer
+import runs_in_time
 import tiny_imagenet
 import training_step
 from deephoyer.errors import UserError
 from deephoyer.lab import models, recipe
+from deephoyer.lab.runs import checkpoint
+from deephoyer.lab.runs.folder import RunFolder
+from deephoyer.lab.train.run import Run
+from runs_in_time import Job
 
 
 def said(module, monkeypatch, capsys, *words):
@@ -123,7 +132,7 @@ def test_runs_on_tiny_imagenet_start_from_earlier_ones_and_nothing_is_trained_tw
 def test_what_would_not_end_in_time_is_not_begun_and_told(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     out = said(tiny_imagenet, monkeypatch, capsys, "--seconds", "0", "--out", "table.json")
-    assert out.count("not yet: ") > 20 and "not yet: alexnet, dense, start : would take" in out
+    assert out.count("not yet: ") > 20 and "not yet: alexnet, dense, start, seed 0: would take" in out
     assert json.loads((tmp_path / "table.json").read_text())["rows"] == [] and not (tmp_path / "runs").exists()
 
 
@@ -164,3 +173,97 @@ def test_a_file_that_holds_no_network_is_refused(tmp_path):
         others_networks.state_of(tmp_path / "text.pth")
     with pytest.raises(UserError, match="no network was found in it"):
         others_networks.state_of(tmp_path / "number.pth")
+
+
+# A list of runs in time
+
+
+SMALL = (
+    "data={name: mnist, limit: 1000}",
+    "device=cpu",
+    "pretrain.epochs=2",
+    "regularize.epochs=1",
+    "finetune.epochs=1",
+)
+
+
+def listed():
+    """A run, the dense network that it starts from, one that starts from the first, and the first once more."""
+    dense = Job("lenet", "dense", "", "demo", (*SMALL, "regularize=null", "prune=null", "finetune=null", "seed=0"))
+    first = Job("lenet", "cut", "", "demo", (*SMALL, "pretrain=null", dense.start(), "seed=0"))
+    later = Job("lenet", "cut", "again", "demo", (*SMALL, "pretrain=null", first.start(), "seed=0"))
+    return [first, dense, later, Job("lenet", "the same", "", "demo", first.overrides)]
+
+
+def test_a_run_is_given_when_what_it_starts_from_is_done_and_not_if_that_failed(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    first, dense, later, _ = listed()
+    queue = runs_in_time.InOrder(listed(), float("inf"), runs_in_time.Records(None))
+    given = queue.next()
+    assert given.folder == dense.folder and queue.next() is None and queue.open()
+    dense.folder.mkdir(parents=True)
+    (dense.folder / "summary.json").write_text("{}")
+    given.status = 0
+    queue.ended(given)
+    given = queue.next()
+    assert given.folder == first.folder and [job.folder for job in queue.jobs].count(first.folder) == 1
+    given.status = 2
+    queue.ended(given)
+    assert queue.next() is None and not queue.open()
+    assert [line.split(": ")[1] for line in queue.left()] == ["failed", f"waits for {first.title}; 2 of 2 epochs left"]
+    assert later.epochs() == 2
+
+
+def test_a_run_stopped_when_time_is_up_goes_on_elsewhere_and_ends_with_the_same_bits(monkeypatch, tmp_path):
+    def until_a_checkpoint_is_there(self, busy):
+        if any(self.jobs[0].folder.glob("checkpoints/*")):
+            raise runs_in_time.TimeIsUp
+
+    here, there, apart = (tmp_path / name for name in ("here", "there", "apart"))
+    for folder in (here, there, apart):
+        folder.mkdir()
+    monkeypatch.chdir(here)
+    jobs = [Job("lenet", "cut", "", "demo", (*SMALL, "seed=1"))]
+    silent = {"say": lambda text: None}
+    with monkeypatch.context() as m:
+        m.setattr(runs_in_time.InOrder, "tick", until_a_checkpoint_is_there)
+        left = runs_in_time.at_once(jobs, 600, 2, runs_in_time.Records(None), **silent)
+    assert len(left) == 1 and "not to its end" in left[0] and runs_in_time.pack(jobs, tmp_path / "home", 10**8) == []
+    monkeypatch.chdir(there)
+    parts = b"".join(path.read_bytes() for path in sorted((tmp_path / "home").glob("runs-*")))
+    with tarfile.open(fileobj=io.BytesIO(parts)) as archive:
+        archive.extractall(filter="data")
+    assert runs_in_time.at_once(jobs, 600, 2, runs_in_time.Records(None), **silent) == []
+    lines = [(folder / jobs[0].folder / "metrics.jsonl").read_text().splitlines() for folder in (here, there)]
+    assert lines[0][:2] == lines[1][:2] and len(lines[1]) == 4  # their times, too: not trained again
+    ended, state, _ = checkpoint.newest(RunFolder(jobs[0].folder).checkpoints)
+    alone = Run(jobs[0].recipe, apart).execute().model.state_dict()
+    assert state["stage"] == "done" and all(torch.equal(ended[f"model.{name}"], t) for name, t in alone.items())
+
+
+def test_what_is_packed_keeps_within_its_size_and_names_what_found_no_room(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    jobs = listed()
+    for job in jobs[:2]:
+        RunFolder(job.folder).checkpoints.mkdir(parents=True)
+        (job.folder / "metrics.jsonl").write_text('{"stage": "pretrain"}\n')
+        (job.folder / "checkpoints" / "000001.safetensors").write_bytes(random.Random(0).randbytes(5000))
+    assert runs_in_time.pack(jobs, tmp_path / "home", 7000) == [jobs[1].title]
+    assert sum(path.stat().st_size for path in (tmp_path / "home").iterdir()) < 7000
+    assert jobs[1].epochs_left() == 1 and jobs[1].epochs() == 2
+
+
+def test_every_run_of_the_cifar_fronts_starts_from_one_that_comes_before_it():
+    plan = cifar_fronts.Plan(("resnet-56", "resnet-110"), (0, 1))
+    for name, item in cifar_fronts.ITEMS.items():
+        jobs = list(item(plan))
+        known = set()
+        for job in jobs:
+            start = recipe.Command.parse(job.recipe.start).read() if job.recipe.start else None
+            assert start is None or (start.digest(), start.seed) in known, (name, job.title)
+            assert name == "held-out" or job.recipe.epoch_selection != "held-out"
+            known.add(job.identity)
+    jobs = list(plan.ablation())
+    epochs = {job.words: job.epochs() for job in jobs}
+    compared = [job for job in jobs if job.is_row and job.aim]
+    assert len(compared) == 16 and {epochs[job.words] + epochs[job.recipe.start] for job in compared} == {162, 324}

@@ -419,6 +419,22 @@ def as_resnet(one, *changes, **measured):
     return record.Record.model_validate(content)
 
 
+def test_seeds_are_one_row_where_each_began_with_a_network_of_its_own_seed(published):
+    one = record.read(published / GROUP_HS)
+
+    def starts(seeds, start):
+        words = [(f"seed={seed}", f"start=parts/resnet-56-dense{start.format(seed)}") for seed in seeds]
+        return [as_resnet(one, *own, compact={"macs": 50_000_000, "parameters": 1}) for own in words]
+
+    def counted(records):
+        return sorted(len(series.records) for series in paper_tables.TABLES["resnet-56"].series(records))
+
+    assert counted(starts((0, 1, 2), " seed={}")) == [3]
+    assert counted([*starts((0,), ""), *starts((1,), " seed={}")]) == [2]  # without a word the seed is 0
+    assert counted(starts((0, 1, 2), " seed=0")) == [3]  # all from one network
+    assert counted([*starts((1,), " seed=1"), *starts((2,), " seed=5")]) == [1, 1]
+
+
 def test_times_do_not_go_by_the_name_of_a_machine_they_were_not_measured_on():
     net, example = models.make("lenet-300-100"), torch.zeros(1, 1, 28, 28)
     timed = summary(net, example, baseline=net, seconds=0.01).to_json()

@@ -44,8 +44,8 @@ def compare(
             at_once = jobs or sweeps.default_jobs()
             show = None if shown is None else lambda busy: shown.update(sweeps.progress_table(busy))
             devices = [found.device] * at_once
-            base = found.protocol.base
-            sweeps.run_queue(base, found.overrides, found, at_once, devices, show=show, mps=mps, say=say, timed=False)
+            words = [found.protocol.base, *found.overrides]
+            sweeps.run_queue(words, found, at_once, devices, show=show, mps=mps, say=say)
     out.print(_table(found))
     if write:
         from deephoyer.lab.report import methods_page

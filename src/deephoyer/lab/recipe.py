@@ -5,12 +5,13 @@ What may stand in one is in `schema.py`. Names and texts are read without torch.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import re
 import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,12 @@ def describe(name: str) -> dict[str, Any]:
 
 
 def _content(text: str, name: str) -> dict[str, Any]:
+    return copy.deepcopy(_parsed(text, name))
+
+
+@lru_cache(64)
+def _parsed(text: str, name: str) -> dict[str, Any]:
+    """Lists of hundreds of runs read the same few texts thousands of times."""
     try:
         content = bounded_yaml.load(text)
     except yaml.YAMLError as why:

@@ -83,7 +83,7 @@ def search(
         at_once = jobs or sweeps.default_jobs()
         device = study.device()
         show = None if live is None else lambda busy: live.update(sweeps.progress_table(busy))
-        sweeps.run_queue(recipe, changes, study, at_once, [device] * at_once, show=show, mps=mps, say=say)
+        sweeps.run_queue([recipe, *changes], study, at_once, [device] * at_once, show=show, mps=mps, say=say)
     _show(study, place)
 
 

@@ -14,8 +14,7 @@ from rich.table import Table
 
 from deephoyer.errors import UserError
 from deephoyer.lab import recipe as recipes
-from deephoyer.lab.choices import named
-from deephoyer.lab.processes import DEEPHOYER, IMPORTS, UNTIMED, ListedMembers, Member, Queue, conduct
+from deephoyer.lab.processes import DEEPHOYER, ListedMembers, Member, Queue, conduct
 
 
 def members(recipe: str, overrides: Sequence[str], grid: Iterable[str], folder: Path) -> list[Member]:
@@ -54,12 +53,11 @@ def run_all(
     """Runs the members, `jobs` at a time. Without `mps`, members on one GPU take turns."""
     devices = [recipes.read(recipe, [*overrides, *m.overrides]).device for m in team]
     show = None if live is None else lambda _: live.update(progress_table(team))
-    run_queue(recipe, overrides, ListedMembers(team), jobs, devices, show=show, mps=mps, say=say, program=program)
+    run_queue([recipe, *overrides], ListedMembers(team), jobs, devices, show=show, mps=mps, say=say, program=program)
 
 
 def run_queue(
-    recipe: str,
-    overrides: Sequence[str],
+    words: Sequence[str],
     queue: Queue,
     jobs: int,
     devices: list[str],
@@ -68,31 +66,18 @@ def run_queue(
     mps: bool = True,
     say: Callable[[str], None] = print,
     program: Sequence[str] = DEEPHOYER,
-    timed: bool = True,
 ) -> None:
-    """Conducts a queue of runs of one recipe; several on one GPU share it. Unless they are to be `timed`, runs leave
-    out the seconds in which the final network's speed is measured."""
+    """Conducts a queue of runs that all begin with these words; several on one GPU share it."""
     from deephoyer.lab.train import gpu_sharing
 
     with ExitStack() as shared:
-        environment = dict(os.environ) | ({} if timed else {UNTIMED: "1"})
+        environment = dict(os.environ)
         crowd = gpu_sharing.crowd(devices, jobs)
         if crowd > 1:
             environment |= gpu_sharing.quiet_threads()
             environment |= shared.enter_context(gpu_sharing.mps(say, crowd)) if mps else {}
-        if show is not None:  # a live table says it all
-            say = _nothing
-        conduct([*program, "run", recipe, *overrides], environment, queue, jobs, show, say, _imports(recipe, overrides))
-
-
-def _nothing(text: str) -> None:
-    pass
-
-
-def _imports(recipe: str, overrides: Sequence[str]) -> tuple[str, ...]:
-    """What runs of a recipe share: modules, and images that would take each of them two seconds to unpack."""
-    data, _ = named(recipes.read(recipe, overrides).data)
-    return (*IMPORTS, *(["deephoyer.lab.data.mnist:mnist"] if data == "mnist" else []))
+        quiet = show is not None  # a live table says it all
+        conduct([*program, "run", *words], environment, queue, jobs, show, (lambda _: None) if quiet else say)
 
 
 def default_jobs() -> int:

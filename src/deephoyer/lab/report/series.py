@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
+from deephoyer.errors import UserError
 from deephoyer.lab.recipe import Command
 from deephoyer.lab.report.record import Record
+from deephoyer.lab.schema import Recipe, is_file
 
 Size = Callable[[Record], int]
 """What a table counts of a record: nonzeros, or MACs by one of the ways."""
@@ -91,9 +95,30 @@ def gather(records: Iterable[Record], size_of: Size) -> list[Series]:
     groups: dict[str, list[Record]] = {}
     for record in records:
         groups.setdefault(record.digest, []).append(record)
-    found = [Series(tuple(sorted(group, key=lambda r: r.seed)), size_of) for group in groups.values()]
+    families: dict[str, list[Record]] = {}
+    for digest, group in groups.items():
+        families.setdefault(_family(group) or digest, []).extend(group)
+    found = [Series(tuple(sorted(group, key=lambda r: r.seed)), size_of) for group in families.values()]
     order = ("last", "test-best", "held-out")
     return sorted(found, key=lambda s: (order.index(s.protocol), -s.size, s.words))
+
+
+def _family(group: Sequence[Record]) -> str | None:
+    """What seeds have in common that each began with a network of their own seed; None where they did not."""
+    made = [_chain(record.settings, record.seed) for record in group]
+    return None if not made or None in made else json.dumps(made[0], sort_keys=True)
+
+
+def _chain(recipe: Recipe, seed: int) -> dict[str, Any] | None:
+    """The settings of a run with those of the runs that it starts from; None unless all have this seed."""
+    if recipe.start is None or is_file(recipe.start):
+        return recipe.settings() if recipe.start is None else None
+    try:
+        before = Command.parse(recipe.start).read()
+    except UserError:  # words of another version
+        return None
+    chain = _chain(before, seed) if before.seed == seed else None
+    return None if chain is None else recipe.settings() | {"start": chain}
 
 
 def on_front(series: Series, others: Sequence[Series]) -> bool:

@@ -1,0 +1,374 @@
+"""A list of runs within a time: those done before are read, those begun go on, others follow in order; then records.
+
+What the lists are is said by those who use it (`tiny_imagenet.py`, `cifar_fronts.py`). Two ways to work one off: each
+run to its end in this process, which begins nothing that would not end in time (`in_this_process`); or several at once,
+each a process, stopped when the time is up (`at_once`). Either way the same command goes on where it was stopped, and
+runs resume bit for bit. For machines that are given back, `pack` puts what the rest of a list needs into a few files.
+"""
+
+from __future__ import annotations
+
+import gc
+import io
+import json
+import math
+import shlex
+import subprocess
+import tarfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from deephoyer.errors import UserError
+from deephoyer.files import folder_at, write_atomically
+from deephoyer.lab import recipe, sweep
+from deephoyer.lab.processes import DEEPHOYER, Member, Queue
+from deephoyer.lab.recipe import Command
+from deephoyer.lab.runs import checkpoint
+from deephoyer.lab.runs.find import RUNS
+from deephoyer.lab.runs.folder import RunFolder
+from deephoyer.lab.schema import STAGES, Recipe, is_file
+from deephoyer.lab.stages import Training
+from deephoyer.lab.train.result import finish, recorded
+from deephoyer.lab.train.run import Run
+
+PART = 15 * 2**20
+"""Bytes of each file that `pack` writes."""
+STARTING = 30.0
+"""Seconds until a process trains: with less time left than that, none is started."""
+
+
+@dataclass(eq=False)
+class Job:
+    """A run: what its row is called, and the words that start it."""
+
+    network: str
+    method: str
+    aim: str
+    base: str
+    overrides: tuple[str, ...]
+    is_row: bool = True
+    tags: tuple[str, ...] = ()
+    keep_weights: bool = False
+    record: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.recipe: Recipe = self.command.read()
+        self.folder: Path = RUNS / recipe.folder_name(self.base, self.overrides)
+
+    @property
+    def command(self) -> Command:
+        return Command(self.base, self.overrides)
+
+    @property
+    def words(self) -> str:
+        """By which other runs name the network that this one ends with."""
+        return shlex.join([self.base, *sorted(self.overrides)])
+
+    @property
+    def row(self) -> str:
+        return f"{self.method}{', ' * bool(self.aim)}{self.aim}"
+
+    @property
+    def title(self) -> str:
+        return f"{self.network}, {self.row}, seed {self.recipe.seed}"
+
+    @property
+    def identity(self) -> tuple[str, int]:
+        return self.recipe.digest(), self.recipe.seed
+
+    def start(self) -> str:
+        """The override that begins another run with what this one ends with."""
+        return f"start={json.dumps(self.words)}"
+
+    def done(self) -> bool:
+        return (self.folder / "summary.json").exists()
+
+    def epochs(self) -> int:
+        """All that the run trains, rounds counted."""
+        each = {stage: getattr(getattr(self.recipe, stage), "epochs", 0) for stage in STAGES}
+        return sum(count * (self.recipe.rounds if stage == "regularize" else 1) for stage, count in each.items())
+
+    def epochs_left(self) -> int:
+        return 0 if self.done() else self.epochs() - len(RunFolder(self.folder).metrics())
+
+    @cached_property
+    def builds_on(self) -> list[tuple[str, int]]:
+        """The identities of the runs whose networks it starts from or learns from."""
+        named = [words for _, words in self.recipe.networks() if isinstance(words, str)]
+        made = [Command.parse(words).read() for words in named if not is_file(words)]
+        return [(one.digest(), one.seed) for one in made]
+
+
+def scaled(base: str, overrides: Sequence[str], scale: float) -> tuple[str, ...]:
+    """The overrides of a recipe, and those that multiply the epochs of all its stages."""
+    given, made = tuple(overrides), recipe.read(base, overrides)
+    if scale == 1:
+        return given
+    for name in STAGES:
+        stage = getattr(made, name)
+        if not isinstance(stage, Training):
+            continue
+        epochs = max(1, math.ceil(scale * stage.epochs))
+        given += (f"{name}.epochs={epochs}",)
+        if stage.lr_warmup > epochs:
+            given += (f"{name}.lr_warmup={epochs}",)
+        if stage.milestones:
+            given += (f"{name}.milestones={sorted({max(1, round(scale * m)) for m in stage.milestones})}",)
+    return given
+
+
+def once(jobs: Iterable[Job]) -> list[Job]:
+    """Each run once, where several parts of a list want the same."""
+    seen: dict[tuple[str, int], Job] = {}
+    for job in jobs:
+        seen.setdefault(job.identity, job)
+    return list(seen.values())
+
+
+class Records:
+    """Publishes finished runs, one after the other, in a process of its own."""
+
+    def __init__(self, results: Path | None):
+        self.results = results
+        self.waiting: list[Job] = []
+        self.now: subprocess.Popen[bytes] | None = None
+
+    def add(self, job: Job) -> None:
+        if self.results is not None and job.is_row and job.identity not in self._there():
+            self.waiting.append(job)
+            self.go_on()
+
+    def _there(self) -> set[tuple[str, int]]:
+        """The identities of the runs that have been published there."""
+        files = self.results.glob("*/*/*.json") if self.results is not None else ()
+        every = (json.loads(file.read_text(encoding="utf-8")) for file in files)
+        return {(one["digest"], one["recipe"].get("seed", 0)) for one in every if "digest" in one and "recipe" in one}
+
+    def go_on(self) -> bool:
+        """Begins with the next one where none is being written; whether one is."""
+        if self.now is not None and self.now.poll() is None:
+            return True
+        if self.results is None or not self.waiting:
+            return False
+        job = self.waiting.pop(0)
+        call = ["nice", *DEEPHOYER, "publish", str(job.folder), "--as", job.row, "--results", str(self.results)]
+        call += [] if job.keep_weights else ["--no-weights"]
+        self.now = subprocess.Popen([*call, *(word for tag in job.tags for word in ("--tag", tag))])
+        return True
+
+    def finish(self, until: float) -> None:
+        while self.go_on() and time.monotonic() < until:
+            time.sleep(0.2)
+        if self.now is not None and self.now.poll() is None:
+            self.now.terminate()
+
+
+# One at a time, in this process
+
+
+_data: dict[str, Any] = {}
+"""What was read is held, or every run would decode all images again."""
+
+
+def _do(job: Job) -> dict[str, Any]:
+    """One run to its end."""
+    began = time.monotonic()
+    run = Run(job.recipe, job.folder, command=job.command)
+    record = finish(run.execute())
+    _data[job.network] = run.data
+    epoch = min(line["seconds"] for line in run.folder.metrics())
+    rate = len(run.pool) / epoch
+    del run
+    gc.collect()  # a run's captured graphs hold memory on the device
+    print(f"{job.title}: {time.monotonic() - began:.0f} s", flush=True)
+    return record | {"fastest epoch": epoch, "images a second": rate}
+
+
+def in_this_process(
+    jobs: Sequence[Job], seconds: float, records: Records, pace: Mapping[str, float], around: float
+) -> list[str]:
+    """Does them in order; those that are not expected to end in time, and what starts from them, are left and told.
+
+    `pace` is a guess of the seconds an epoch by network, until one has been seen; a run takes `around` besides.
+    """
+    began, left, known = time.monotonic(), [], dict(pace)
+    for job in jobs:
+        if job.done():
+            job.record = recorded(RunFolder(job.folder))
+            continue
+        expected = job.epochs_left() * known[job.network] + around
+        if time.monotonic() - began + expected > seconds:
+            left.append(f"{job.title}: would take {expected:.0f} s")
+            continue
+        try:
+            job.record = _do(job)
+        except UserError as why:
+            left.append(f"{job.title}: {str(why).splitlines()[0]}")
+            continue
+        known[job.network] = 1.05 * job.record["fastest epoch"]
+        records.add(job)
+        records.go_on()
+    records.finish(began + seconds)
+    return left
+
+
+# Several at once
+
+
+class TimeIsUp(Exception):
+    """Stops what is running; it goes on another time."""
+
+
+class InOrder(Queue):
+    """The first run of a list that is not done and has what it builds on; none any more when the time is up."""
+
+    def __init__(self, jobs: Sequence[Job], until: float, records: Records):
+        self.jobs, self.until, self.records = once(jobs), until, records
+        self.by_identity = {job.identity: job for job in self.jobs}
+        self.busy: set[tuple[str, int]] = set()
+        self.failed: dict[tuple[str, int], str] = {}
+        for job in self.jobs:
+            if job.done():
+                self.records.add(job)
+
+    def waits_for(self, job: Job) -> list[Job]:
+        """Runs of the list that must be done first."""
+        before = (self.by_identity[i] for i in job.builds_on if i in self.by_identity)
+        return [one for one in before if not one.done()]
+
+    def _open(self) -> list[Job]:
+        """Those that may still be begun, now or when what runs is done."""
+        lost = set(self.failed)
+        found: list[Job] = []
+        for job in self.jobs:
+            if job.done() or job.identity in self.busy:
+                continue
+            if job.identity in lost or any(before.identity in lost for before in self.waits_for(job)):
+                lost.add(job.identity)
+            else:
+                found.append(job)
+        return found
+
+    def next(self) -> Member | None:
+        if time.monotonic() > self.until - STARTING:
+            return None
+        for job in self._open():
+            if not self.waits_for(job):
+                self.busy.add(job.identity)
+                return Member([job.base, *job.overrides], job.folder, about={"job": job})
+        return None
+
+    def open(self) -> bool:
+        return time.monotonic() < self.until - STARTING and bool(self._open())
+
+    def ended(self, member: Member) -> None:
+        job: Job = member.about["job"]
+        self.busy.discard(job.identity)
+        if member.result() is None:
+            self.failed[job.identity] = member.log_tail()
+        else:
+            self.records.add(job)
+
+    def interrupted(self, member: Member) -> None:
+        self.busy.discard(member.about["job"].identity)
+
+    def tick(self, busy: Sequence[Member]) -> None:
+        self.records.go_on()
+        if time.monotonic() > self.until:
+            raise TimeIsUp
+
+    def left(self) -> list[str]:
+        """What is not done, and why."""
+        found = []
+        for job in self.jobs:
+            if not job.done():
+                why = self.failed.get(job.identity)
+                before = [one.title for one in self.waits_for(job)]
+                told = f"failed: {why}" if why else f"waits for {before[0]}" if before else "not to its end"
+                found.append(f"{job.title}: {told}; {job.epochs_left()} of {job.epochs()} epochs left")
+        return found
+
+
+def at_once(
+    jobs: Sequence[Job],
+    seconds: float,
+    count: int,
+    records: Records,
+    *,
+    mps: bool = True,
+    say: Callable[[str], None] = print,
+) -> list[str]:
+    """`count` of them at a time, until all are done or the time is up; what is left, a line each."""
+    queue = InOrder(jobs, time.monotonic() + seconds, records)
+    devices = [job.recipe.device for job in queue.jobs]
+    with suppress(TimeIsUp):
+        sweep.run_queue([], queue, count, devices, mps=mps, say=say)
+    records.finish(queue.until)
+    for job in queue.jobs:
+        if job.done():
+            job.record = recorded(RunFolder(job.folder))
+    return queue.left()
+
+
+# What a list comes to, told before and after
+
+
+def plan_rows(jobs: Sequence[Job], pace: Mapping[str, float], items: Mapping[str, Sequence[Job]]) -> list[list[str]]:
+    """Runs, epochs and seconds of each item of a list; a run that several items want counts in the first."""
+    rows, seen = [["item", "runs", "done", "epochs", "left", "seconds left"]], set[tuple[str, int]]()
+    for title, own in items.items():
+        new = [job for job in once(own) if job.identity not in seen]
+        seen |= {job.identity for job in new}
+        left = sum(job.epochs_left() * pace[job.network] for job in new)
+        counts = [len(new), sum(job.done() for job in new), sum(job.epochs() for job in new)]
+        rows.append([title, *map(str, counts), str(sum(job.epochs_left() for job in new)), f"{left:.0f}"])
+    total = once(jobs)
+    left = sum(job.epochs_left() * pace[job.network] for job in total)
+    counts = [len(total), sum(job.done() for job in total), sum(job.epochs() for job in total)]
+    rows.append(["all", *map(str, counts), str(sum(job.epochs_left() for job in total)), f"{left:.0f}"])
+    return rows
+
+
+# From one machine to another
+
+
+ALWAYS = ("command.json", "recipe.yaml", "environment.json", "metrics.jsonl", "summary.json", "method.safetensors")
+
+
+def pack(jobs: Sequence[Job], folder: Path, most: int) -> list[str]:
+    """Writes what the rest of a list needs into `folder` as parts of one archive: `cat runs-* | tar xz`.
+
+    Of a run that is done its record, and its network where a run that is not done builds on it or its weights are to
+    be published; of one that is not, the newest checkpoint. At most `most` bytes; what found no room is named, and
+    would begin again.
+    """
+    needed = {identity for job in jobs if not job.done() for identity in job.builds_on}
+    stream, left = io.BytesIO(), []
+    with tarfile.open(fileobj=stream, mode="w:gz", compresslevel=6) as archive:
+        for job in sorted(once(jobs), key=lambda job: not job.done()):
+            files = [job.folder / name for name in ALWAYS]
+            if job.done():
+                kept = job.is_row or job.identity in needed
+                files += [job.folder / job.recipe.result_file, job.folder / "compact.safetensors"] if kept else []
+            else:
+                numbers = checkpoint.numbers(RunFolder(job.folder).checkpoints)
+                files += [RunFolder(job.folder).checkpoints / f"{n:06d}.safetensors" for n in numbers[-1:]]
+                files = files if numbers else []
+            there = [file for file in files if file.exists()]
+            archive.fileobj.flush()  # type: ignore[union-attr]
+            if there and stream.tell() + sum(file.stat().st_size for file in there) > most:
+                left.append(job.title)
+                continue
+            for file in there:
+                archive.add(file)
+    content, place = stream.getvalue(), folder_at(folder)
+    for old in place.glob("runs-*"):
+        old.unlink()
+    for i, at in enumerate(range(0, len(content), PART)):
+        write_atomically(place / f"runs-{i:02d}", content[at : at + PART])
+    return left
