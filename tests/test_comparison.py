@@ -76,6 +76,44 @@ def test_a_trained_network_serves_all_sizes_and_the_dense_one_all_methods():
     assert len(admm) == 2 and admm[0] == chains[0.01][0]
 
 
+@pytest.mark.parametrize("name", comparison.names())
+def test_the_epochs_of_a_plan_are_those_of_the_recipes(name):
+    found = Comparison(name)
+    runs, done = found.cost()
+    assert not done and found.protocol.epochs.regularize == found.training_epochs
+    for method, entry in found.methods.items():
+        for words in found.chain(Job(method, entry.values[2], 4, found.protocol.middle)):
+            made = found._read(words)
+            stages = [s for s in (made.pretrain, made.regularize, made.finetune) if s]
+            if (folder := found.folder(words)) in runs:
+                assert runs[folder] == sum(s.epochs for s in stages), (method, words)
+
+
+def test_words_of_ones_own_stand_above_a_comparisons_epochs():
+    found = Comparison("lenet-300-100", ["regularize.epochs=3"])
+    assert "regularize.epochs=3" in found.overrides
+    assert [w for w in found.overrides if w.startswith("regularize.epochs")] == ["regularize.epochs=3"]
+    assert found.training_epochs == 3 and found.dense_epochs == found.protocol.epochs.pretrain
+
+
+def test_the_middle_size_comes_first_with_the_fresh_seeds_of_all_methods():
+    found = Told("lenet-300-100", lambda job: 0.9 - abs(job.value - 1e-4), only=["l1", "Hoyer-Square"])
+    jobs = list(found.jobs())
+    place = [found.sizes.index(job.size) for job in jobs]
+    assert place == sorted(place) and jobs[0].size == 0.0173
+    first = [job for job in jobs if job.size == 0.0173]
+    assert {job.method for job in first if job.seed >= 3} == {"l1", "Hoyer-Square"}
+
+
+def test_while_all_wait_the_networks_are_trained_that_the_fresh_seeds_start_from(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = Comparison("lenet-300-100", only=["l1"])
+    started = [found.next() for _ in range(14)]
+    assert started[-1] is None
+    assert [m.overrides[-1] for m in started[:-1]] == [f"seed={seed}" for seed in range(13)]
+    assert all("regularize=null" in m.overrides for m in started[:-1])
+
+
 def test_the_setting_with_the_best_mean_on_held_out_images_is_chosen_for_each_size():
     best = {0.03: 1e-4, 0.0173: 2e-4, 0.01: 4e-4}
     found = Told("lenet-300-100", lambda job: 0.9 - abs(job.value - best[job.size]) - 1e-4 * job.seed, only=["l1"])
@@ -204,7 +242,7 @@ def test_a_comparison_runs_to_its_end_goes_on_after_a_stop_and_writes_its_page(c
 
     monkeypatch.setattr("deephoyer.lab.sweep.run_queue", conduct)
     code, said, error = command("compare", "mine.yaml", *TINY, "--plan")
-    assert code == 0 and said.startswith("5 of "), error
+    assert code == 0 and said.startswith("5 of ") and "epochs are left" in said, error
     code, said, error = command("compare", "mine.yaml", *TINY, "--write")
     assert code == 0, error
     assert all(path.stat().st_mtime_ns == moment for path, moment in before.items())

@@ -4,7 +4,8 @@ A comparison is a YAML file (`comparisons/`): a recipe, three sizes, and a list 
 each method and size the setting with the best mean held-out accuracy over a few seeds is chosen; a grid whose best lies
 at its end goes on there. The chosen setting then gets fresh seeds, and their test accuracy is what is compared. Every
 run is an ordinary one in `runs/`, so that the same command goes on where it was stopped; a network that was trained
-without knowing the size serves all sizes.
+without knowing the size serves all sizes. The middle size comes first, all methods of it to their end: whoever stops
+then has a table that is whole.
 """
 
 from __future__ import annotations
@@ -76,6 +77,20 @@ class Entry(BaseModel):
         return following if inside and following not in values else None
 
 
+class Epochs(BaseModel):
+    """The epochs of the stages, the same for every method: a comparison has a thousand runs, and a recipe's own may be
+    too many for that."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    pretrain: int | None = Field(default=None, ge=1)
+    regularize: int | None = Field(default=None, ge=1)
+    finetune: int | None = Field(default=None, ge=1)
+
+    def words(self) -> list[str]:
+        return [f"{stage}.epochs={epochs}" for stage, epochs in self if epochs is not None]
+
+
 class Protocol(BaseModel):
     """What a comparison's file says."""
 
@@ -83,7 +98,9 @@ class Protocol(BaseModel):
 
     about: str
     base: str
-    """The recipe that all runs are made from; its epochs are everybody's."""
+    """The recipe that all runs are made from."""
+    epochs: Epochs = Epochs()
+    """In place of the recipe's own."""
     target: Literal["live", "macs"]
     sizes: tuple[float, ...] = Field(min_length=1)
     choose: int = Field(default=3, ge=1)
@@ -91,6 +108,11 @@ class Protocol(BaseModel):
     final: int = Field(default=10, ge=1)
     """Seeds of the chosen settings: those that follow."""
     methods: dict[str, Entry]
+
+    @property
+    def middle(self) -> float:
+        """The size that comes first."""
+        return self.sizes[len(self.sizes) // 2]
 
 
 @dataclass(frozen=True)
@@ -149,7 +171,10 @@ class Comparison(Queue):
     """A queue of runs for `processes.conduct`: what is needed follows from what is there."""
 
     def __init__(self, name: str, overrides: Sequence[str] = (), only: Sequence[str] = ()):
-        self.name, self.protocol, self.overrides = Path(name).stem, read(name), tuple(overrides)
+        self.name, self.protocol = Path(name).stem, read(name)
+        typed = {word.partition("=")[0] for word in overrides}
+        epochs = (word for word in self.protocol.epochs.words() if word.partition("=")[0] not in typed)
+        self.overrides = (*epochs, *overrides)
         for method in only:
             if method not in self.protocol.methods:
                 raise unknown("method of this comparison", method, self.protocol.methods)
@@ -157,9 +182,14 @@ class Comparison(Queue):
         base = self._read(())
         if not (base.pretrain and base.regularize and base.prune and base.finetune):
             raise UserError(f"comparison {name}: {self.protocol.base} must have all four stages.")
-        self.dense_epochs = base.pretrain.epochs
+        self.dense_epochs, self.training_epochs = base.pretrain.epochs, base.regularize.epochs
         self.epochs = base.regularize.epochs + base.finetune.epochs
         self.device = base.device
+        self.sizes = sorted(self.protocol.sizes, key=lambda size: size != self.protocol.middle)
+        self._chains: dict[Job, list[tuple[str, ...]]] = {}
+        self._folders: dict[tuple[str, ...], Path] = {}
+        self._done: dict[Path, bool] = {}
+        self._chosen: dict[tuple[str, float], float | None] = {}
         for method, entry in self.methods.items():  # a slip shows before anything starts
             for words in self.chain(Job(method, entry.values[0], 0, self.protocol.sizes[0])):
                 self._read(words)
@@ -178,13 +208,21 @@ class Comparison(Queue):
 
     def chain(self, job: Job) -> list[tuple[str, ...]]:
         """The overrides of the runs that a job takes, one after another; the last is its own."""
+        if job not in self._chains:
+            self._chains[job] = self._chain(job)
+        return self._chains[job]
+
+    def _dense(self, seed: int) -> tuple[str, ...]:
+        return ("regularize=null", "prune=null", "finetune=null", f"seed={seed}")
+
+    def _chain(self, job: Job) -> list[tuple[str, ...]]:
         entry, seed = self.methods[job.method], f"seed={job.seed}"
         target = f"prune.target={{{self.protocol.target}: {job.size:g}}}"
         setting = entry.word(job.value)
         if entry.way == "scratch":
             epochs = f"pretrain.epochs={self.dense_epochs + self.epochs}"
             return [(*entry.words, setting, epochs, "regularize=null", "finetune=null", target, seed)]
-        dense = ("regularize=null", "prune=null", "finetune=null", seed)
+        dense = self._dense(job.seed)
         if entry.way == "cut":
             epochs = f"finetune.epochs={self.epochs}"
             words = (*entry.words, setting, epochs, "pretrain=null", "regularize=null", target, seed)
@@ -198,6 +236,11 @@ class Comparison(Queue):
 
     def folder(self, words: tuple[str, ...]) -> Path:
         """A run's folder, by its words alone: thousands of recipes would have to be read for their identities."""
+        if words not in self._folders:
+            self._folders[words] = self._folder(words)
+        return self._folders[words]
+
+    def _folder(self, words: tuple[str, ...]) -> Path:
         every = shlex.join([self.protocol.base, *sorted((*self.overrides, *words))])
         seed = next(word.partition("=")[2] for word in words if word.startswith("seed="))
         return RUNS / f"compare-{self.name}-{hashlib.sha256(every.encode()).hexdigest()[:10]}-s{seed}"
@@ -231,32 +274,65 @@ class Comparison(Queue):
 
     def chosen(self, method: str, size: float) -> float | None:
         """The setting that gets fresh seeds; None while it is not known, or where no setting can be pruned that far."""
-        values = self.values(method, size)
-        if not all(self._settled(job) for job in self._choosing(method, values, size)):
-            return None
-        return self._best(method, values, size)
+        if (method, size) not in self._chosen:
+            values = self.values(method, size)
+            if not all(self._settled(job) for job in self._choosing(method, values, size)):
+                return None
+            self._chosen[method, size] = self._best(method, values, size)
+        return self._chosen[method, size]
 
     def jobs(self) -> Iterator[Job]:
-        """All that is wanted by now; more when settings have been chosen."""
-        for method in self.methods:
-            grids = {size: self.values(method, size) for size in self.protocol.sizes}
-            for value in sorted({value for grid in grids.values() for value in grid}):
-                for seed in range(self.protocol.choose):
-                    yield from (Job(method, value, seed, size) for size, grid in grids.items() if value in grid)
-        first = self.protocol.choose
-        for method in self.methods:
-            picks = {size: self.chosen(method, size) for size in self.protocol.sizes}
-            for seed in range(first, first + self.protocol.final):
-                yield from (Job(method, v, seed, size) for size, v in picks.items() if v is not None)
+        """All that is wanted by now, the middle size first; more when settings have been chosen."""
+        for size in self.sizes:
+            for method in self.methods:
+                yield from self._choosing(method, self.values(method, size), size)
+            for method in self.methods:
+                value = self.chosen(method, size)
+                if value is not None:
+                    yield from (Job(method, value, seed, size) for seed in self._fresh())
+
+    def _fresh(self) -> range:
+        """The seeds of the chosen settings."""
+        return range(self.protocol.choose, self.protocol.choose + self.protocol.final)
+
+    def cost(self) -> tuple[dict[Path, int], set[Path]]:
+        """Every run with its epochs, those of the chosen settings too, and which are done.
+
+        As if every size had a choice of its own and no grid went on.
+        """
+        runs: dict[Path, int] = {}
+        for method, entry in self.methods.items():
+            for place, size in enumerate(self.sizes):
+                value = self.chosen(method, size)
+                assumed = entry.values[place % len(entry.values)] if value is None else value
+                jobs = [*self._choosing(method, entry.values, size)]
+                for job in (*jobs, *(Job(method, assumed, seed, size) for seed in self._fresh())):
+                    epochs = self._epochs(entry)
+                    runs |= {self.folder(words): n for words, n in zip(self.chain(job), epochs, strict=True)}
+        return runs, {folder for folder in runs if self._is_done(folder)}
+
+    def _epochs(self, entry: Entry) -> list[int]:
+        """The epochs of the runs of a chain."""
+        if entry.way == "scratch":
+            return [self.dense_epochs + self.epochs]
+        if entry.way == "cut" or entry.each_size:
+            return [self.dense_epochs, self.epochs]
+        return [self.dense_epochs, self.training_epochs, self.epochs - self.training_epochs]
 
     # What came of them
 
     def outcome(self, job: Job) -> ComparedRun | None:
         if job not in self._outcomes:
             chain = self.chain(job)
-            if all((self.folder(words) / "summary.json").exists() for words in chain):
+            if all(self._is_done(self.folder(words)) for words in reversed(chain)):
                 self._outcomes[job] = self._measured(job, chain)
         return self._outcomes.get(job)
+
+    def _is_done(self, folder: Path) -> bool:
+        """Looked up once; what ends after that is told to `ended`."""
+        if folder not in self._done:
+            self._done[folder] = (folder / "summary.json").exists()
+        return self._done[folder]
 
     def _measured(self, job: Job, chain: list[tuple[str, ...]]) -> ComparedRun:
         summaries = [_json(self.folder(words) / "summary.json") for words in chain]
@@ -304,22 +380,26 @@ class Comparison(Queue):
         for job in self.jobs():
             if self._settled(job):
                 continue
-            for words in self.chain(job):
-                folder = self.folder(words)
-                if (folder / "summary.json").exists():
-                    continue
-                if folder not in self._busy:
-                    self._busy.add(folder)
-                    return Member(list(words), folder)
-                break
+            words = next(words for words in self.chain(job) if not self._is_done(self.folder(words)))
+            if self.folder(words) not in self._busy:
+                return self._member(words)
+        for words in map(self._dense, self._fresh()):  # while all wait: what the chosen settings will start from
+            folder = self.folder(words)
+            if not self._is_done(folder) and folder not in self._busy and folder not in self._failed:
+                return self._member(words)
         return None
+
+    def _member(self, words: tuple[str, ...]) -> Member:
+        self._busy.add(self.folder(words))
+        return Member(list(words), self.folder(words))
 
     def open(self) -> bool:
         return any(not self._settled(job) for job in self.jobs())
 
     def ended(self, member: Member) -> None:
         self._busy.discard(member.folder)
-        if member.result() is None:
+        self._done[member.folder] = member.result() is not None
+        if not self._done[member.folder]:
             self._failed[member.folder] = member.log_tail()
 
     def interrupted(self, member: Member) -> None:

@@ -21,7 +21,11 @@ def compare(
     only: Annotated[list[str] | None, typer.Option("--only", help="a method of it; may be repeated")] = None,
     jobs: Jobs = 0,
     mps: Mps = True,
-    plan: Annotated[bool, typer.Option("--plan", help="say how many runs there are, and run none")] = False,
+    plan: Annotated[bool, typer.Option("--plan", help="say how many runs and epochs there are, and run none")] = False,
+    seconds_an_epoch: Annotated[
+        float, typer.Option(min=0, help="of one network, of all at once their share; for --plan to say how long")
+    ] = 0.0,
+    seconds_a_run: Annotated[float, typer.Option(min=0, help="besides its epochs; for --plan, too")] = 0.0,
     write: Annotated[
         bool, typer.Option("--write", help="keep what came out in results/methods, and write docs/methods.md")
     ] = False,
@@ -34,11 +38,13 @@ def compare(
         _write_page()
         return
     found = Comparison(name, overrides or [], only or [])
-    wanted = list(found.jobs())
-    runs = {found.folder(words) for job in wanted for words in found.chain(job)}
-    done = sum((folder / "summary.json").exists() for folder in runs)
-    later = len(found.methods) * len(found.protocol.sizes) * found.protocol.final
-    out.print(f"{done} of {len(runs)} runs are done; up to {later} more networks follow for the chosen settings")
+    runs, done = found.cost()
+    left = sum(epochs for folder, epochs in runs.items() if folder not in done)
+    hours = (left * seconds_an_epoch + (len(runs) - len(done)) * seconds_a_run) / 3600
+    out.print(
+        f"{len(done):,} of {len(runs):,} runs are done, those of the chosen settings counted in; grids may go on at an "
+        f"end. {left:,} epochs are left{f': {hours:.2f} hours' if hours else ''}."
+    )
     if not plan:
         with told_when_interrupted(), live_table() as shown:
             at_once = jobs or sweeps.default_jobs()

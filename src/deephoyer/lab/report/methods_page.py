@@ -50,7 +50,10 @@ def page(results: Path = RESULTS, figures: Path | None = None) -> str:
     parts = [(Path(__file__).parent / "templates" / "methods.md").read_text(encoding="utf-8").rstrip()]
     for name in comparison.names():
         protocol, content = comparison.read(name), read(name, results)
-        parts += [f"## {protocol.about}", f"`deephoyer compare {name}`; all runs start from `{protocol.base}`."]
+        parts += [
+            f"## {protocol.about}",
+            f"`deephoyer compare {name}`; all runs are of `{protocol.base}`{_epochs(protocol)}.",
+        ]
         parts += [_table(protocol, content, size) for size in protocol.sizes]
         if figures is not None and (figures / f"methods-{name}.svg").exists():
             parts.append(f"![Test accuracy of every seed]({figures.name}/methods-{name}.svg)")
@@ -63,6 +66,11 @@ def page(results: Path = RESULTS, figures: Path | None = None) -> str:
     ):
         parts += [f"## {title}", told, _grid(own_settings.TITLES, own_settings.table(rows, every), words=1)]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _epochs(protocol: Protocol) -> str:
+    own = [f"{epochs} to {stage}" for stage, epochs in protocol.epochs if epochs is not None]
+    return f" with epochs of their own ({', '.join(own)})" if own else ""
 
 
 def finals(protocol: Protocol, content: dict[str, Any] | None, method: str, size: float) -> list[ComparedRun]:
