@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +39,10 @@ class Characters(trained_transformers.Task):
     sizes_type = Sizes
     brief = Sizes(3, 2, 16, 8, 0.1, 1e-3, 5e-4, 6, 4, 4, 1, 4, length=8, check_batches=2)
     data_help = "a text file"
-    strengths = (3e-4, 1e-4, 1e-3)
+    strengths: ClassVar[dict[str, tuple[float, ...]]] = {
+        "group-hs": (1e-3, 3e-4, 3e-3),
+        "group-lasso": (3e-4, 1e-4, 1e-3),
+    }
     weight_decay, betas = 0.1, (0.9, 0.99)
     shown = Shown("character-gpt", "A character GPT", "validation loss", "tokens", min, "{:.3f}".format)
 

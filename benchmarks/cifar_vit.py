@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -73,9 +74,14 @@ class Photographs(trained_transformers.Task):
     sizes_type = Sizes
     brief = Sizes(3, 2, 16, 8, 0.1, 1e-3, 5e-4, 6, 4, 4, 1, 4, patch=8)
     data_help = "the folder with CIFAR-10's binary files"
-    strengths = (1e-3, 3e-4, 3e-3)
+    strengths: ClassVar[dict[str, tuple[float, ...]]] = {
+        "group-hs": (1e-3, 3e-4, 3e-3),
+        "group-lasso": (1e-3, 3e-4, 3e-3),
+    }
     weight_decay, betas = 0.05, (0.9, 0.999)
-    shown = Shown("cifar-vit", "A small ViT on CIFAR-10", "test accuracy, %", "images", max, lambda x: f"{100 * x:.2f}")
+    shown = Shown(
+        "cifar-vit", "A small ViT on CIFAR-10", "test accuracy (%)", "images", max, lambda x: f"{100 * x:.2f}"
+    )
 
     def __init__(self, data: Path | None, sizes: Sizes, device: str, brief: bool = False):
         self.sizes, self.device = sizes, device

@@ -133,27 +133,32 @@ def block(results: Results, shown: Shown) -> str:
 
 
 def save(results: Results, shown: Shown, folder: Path) -> list[Path]:
-    """Draws score against executed MACs, every seed a point, and gives the files' paths."""
+    """Draws the score against executed MACs and, where it was measured, speed, every seed a point; gives the paths."""
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter
 
     from deephoyer.lab.report.figures import style
 
-    @style.styled
-    def drawn() -> Figure:
-        figure = Figure(figsize=(6.4, 4.2))
-        axes = figure.subplots()
-        found = rows(results, shown)
-        whole = max(row.mean("macs") for row in found)
-        colours = dict(zip(("group-hs", "group-lasso", "magnitude", "random"), style.CYCLE, strict=False))
-        for i, (method, colour) in enumerate(colours.items()):
-            own = sorted((row for row in found if row.method == method), key=lambda row: row.mean("macs"))
-            if not own:
-                continue
-            spots = [(run["macs"] / whole, run["last"]) for row in own for run in row.runs]
-            axes.plot(*zip(*spots, strict=True), style.MARKERS[i], color=colour, markersize=5, alpha=0.8, label=method)
-            means = [(row.mean("macs") / whole, row.mean("last")) for row in own]
-            axes.plot(*zip(*means, strict=True), color=colour, linewidth=1)
+    found = rows(results, shown)
+    whole = max(row.mean("macs") for row in found)
+    colours = dict(zip(("group-hs", "group-lasso", "magnitude", "random"), style.CYCLE, strict=False))
+    panels: dict[str, Callable[[Run], float | None]] = {
+        "executed MACs, share of the dense network's": lambda run: run["macs"] / whole,
+        f"{shown.unit} a second, times the dense network's": lambda run: run.get("times_dense"),
+    }
+    if not any("times_dense" in run for row in found for run in row.runs):
+        panels.popitem()
+
+    def draw(axes: Axes, place: Callable[[Run], float | None]) -> None:
+        for (method, colour), marker in zip(colours.items(), style.MARKERS, strict=False):
+            own = [[(x, run["last"]) for run in row.runs if (x := place(run))] for row in found if row.method == method]
+            own = sorted(filter(None, own))
+            if own:
+                every = [spot for spots in own for spot in spots]
+                axes.plot(*zip(*every, strict=True), marker, color=colour, markersize=5, alpha=0.8, label=method)
+                means = [tuple(map(statistics.fmean, zip(*spots, strict=True))) for spots in own]
+                axes.plot(*zip(*means, strict=True), color=colour, linewidth=1)
         low, high = axes.get_ylim()
         for row in found:
             if row.method in colours:
@@ -163,10 +168,17 @@ def save(results: Results, shown: Shown, folder: Path) -> list[Path]:
                 axes.plot([], [], " ", label=f"{row.method}: {shown.text(value)}, outside")
             else:
                 axes.axhline(value, color=style.GREY, linestyle=line, linewidth=1, label=row.method)
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: shown.text(y)))
-        axes.set(title=shown.title, xlabel="executed MACs, share of the dense network's")
-        axes.set_ylabel(f"{shown.score} at the last step")
-        figure.legend(loc="outside lower center", ncols=3)
+
+    @style.styled
+    def drawn() -> Figure:
+        figure = Figure(figsize=(1.2 + 5.2 * len(panels), 4.2))
+        every = figure.subplots(1, len(panels), squeeze=False)[0]
+        for axes, (title, place) in zip(every, panels.items(), strict=True):
+            draw(axes, place)
+            axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: shown.text(y)))
+            axes.set(xlabel=title, ylabel=f"{shown.score} at the last step")
+        figure.suptitle(shown.title, fontsize=12)
+        figure.legend(*every[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
         return figure
 
     return style.save(drawn(), folder, shown.name)

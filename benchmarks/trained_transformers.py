@@ -76,8 +76,8 @@ class Task(ABC):
     sizes_type: ClassVar[type[Sizes]]
     brief: ClassVar[Sizes]
     data_help: ClassVar[str]
-    strengths: ClassVar[tuple[float, ...]]
-    """What both penalties are tried with."""
+    strengths: ClassVar[dict[str, tuple[float, ...]]]
+    """What each penalty is tried with: as many for one as for the other."""
     weight_decay: ClassVar[float]
     betas: ClassVar[tuple[float, float]]
     shown: ClassVar[trained_fronts.Shown]
@@ -391,7 +391,7 @@ def main(kind: type[Task], about: str | None) -> None:
     words.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     words.add_argument("--seeds", type=int, nargs="+", default=[0])
     words.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
-    words.add_argument("--strengths", type=float, nargs="+", default=kind.strengths, help="of both penalties")
+    words.add_argument("--strengths", type=float, nargs="+", help="of both penalties, instead of their own")
     words.add_argument("--densities", type=float, nargs="+", default=[0.5, 0.25])
     words.add_argument("--seconds", type=float, default=math.inf, help="begin nothing new after so many")
     words.add_argument("--compile", action=argparse.BooleanOptionalAction, default=False, help="blocks, by inductor")
@@ -438,7 +438,7 @@ def _all(study: Study, chosen: argparse.Namespace) -> None:
         return study.speeds(1 if chosen.brief else 5)
     study.dense()
     study.continued()
-    for method, strength in _tries(chosen.methods, chosen.strengths):
+    for method, strength in _tries(chosen.methods, chosen.strengths, study.task.strengths):
         for density in chosen.densities:
             study.pruned(method, strength, density)
     return None
@@ -463,7 +463,9 @@ def _side_by_side(folder: Path, seeds: list[int]) -> None:
         raise SystemExit(f"{len(failed)} of {len(seeds)} seeds failed; the same command goes on where they stopped")
 
 
-def _tries(methods: list[str], strengths: list[float]) -> list[tuple[str, float]]:
+def _tries(
+    methods: list[str], given: list[float] | None, strengths: dict[str, tuple[float, ...]]
+) -> list[tuple[str, float]]:
     """First all methods with their first strength, so that a run cut short compares them."""
-    own = {m: strengths if METHODS[m][0] else [0.0] for m in methods}
+    own = {m: (given or strengths[m]) if METHODS[m][0] else [0.0] for m in methods}
     return [(m, own[m][i]) for i in range(max(map(len, own.values()))) for m in methods if i < len(own[m])]

@@ -132,9 +132,11 @@ def _detector(name: str) -> nn.Module:
 
 
 def _detection(name: str) -> Built:
-    model = _detector(name)
+    model: Any = _detector(name)
     if hasattr(model, "score_thresh"):
-        model.score_thresh = 0.0  # type: ignore[assignment]  # or random weights find nothing that could be compared
+        model.score_thresh = 0.0  # or random weights find nothing that could be compared
+    if model.transform.fixed_size is None:
+        model.transform.min_size = (LARGE_IMAGE,)  # instead of 800, which takes minutes
     return model, ([torch.rand(3, LARGE_IMAGE, LARGE_IMAGE)],)
 
 

@@ -224,7 +224,7 @@ def test_a_comparison_runs_to_its_end_goes_on_after_a_stop_and_writes_its_page(c
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.yaml").write_text(MINIATURE)
 
-    def conduct(base, overrides, queue, jobs, devices, show=None, mps=True, say=print, most=None):
+    def conduct(base, overrides, queue, jobs, devices, show=None, mps=True, say=print, most=None, timed=False):
         count, kept = 0, []  # the data of a run that is kept is not read again for the next
         while queue.open() and count != most:
             member = queue.next()

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import deephoyer as dh
@@ -45,6 +46,78 @@ def test_a_compacted_hugging_face_model_comes_back_from_its_own_folder(compacted
         assert torch.equal(again(**ids()).logits, small(**ids()).logits)
     again.save_pretrained(tmp_path / "again")
     assert torch.equal(dh.from_pretrained(tmp_path / "again").lm_head.weight, small.lm_head.weight)
+
+
+def hugging_face(kind, **settings):
+    transformers = pytest.importorskip("transformers")
+    model = getattr(transformers, kind)
+    torch.manual_seed(0)
+    return model(model.config_class(vocab_size=40, pad_token_id=0, bos_token_id=1, eos_token_id=2, **settings)).eval()
+
+
+WIDE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+GQA = WIDE | {"num_key_value_heads": 2}
+T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
+
+
+def zero_the_first(unit, count):
+    gone = torch.arange(unit.count) < count
+    for tensor, c in zip(unit.tensors, unit.spread(gone.float()), strict=True):
+        tensor.detach().mul_(c.expand(tensor.shape) == 0)
+
+
+@pytest.mark.parametrize(
+    "kind, settings, grouping, said",
+    [
+        ("Qwen2ForCausalLM", GQA, dh.Coupled, {"num_key_value_heads": 1, "hidden_size": 16}),
+        ("Phi3ForCausalLM", GQA, dh.Heads, {"num_attention_heads": 2}),
+        ("T5ForConditionalGeneration", T5, dh.Coupled, {"num_heads": 2, "d_ff": 24}),
+        ("BertModel", WIDE, dh.Neurons, {"intermediate_size": 24}),
+        ("GPT2LMHeadModel", GPT2, dh.Neurons, {"n_inner": 64}),
+    ],
+)
+def test_the_plain_class_loads_what_lost_the_same_in_all_layers(kind, settings, grouping, said, tmp_path):
+    model = hugging_face(kind, **settings)
+    inputs = ids() | ({"decoder_input_ids": ids()["input_ids"]} if kind.startswith("T5") else {})
+    groups = grouping(model, inputs)
+    for unit in groups.units():
+        zero_the_first(unit, unit.count // 2)
+    small = dh.compact(model, inputs, groups=groups)
+    assert {key: getattr(small.config, key) for key in said} == said and model.config.vocab_size == 40
+    assert all(getattr(model.config, key) != value for key, value in said.items())
+    small.save_pretrained(tmp_path)
+    for loaded in (type(model).from_pretrained(tmp_path).eval(), dh.from_pretrained(tmp_path)):
+        with torch.no_grad():
+            assert torch.equal(loaded(**inputs)[0], small(**inputs)[0])
+
+
+def test_what_lost_more_in_one_layer_is_refused_by_the_plain_class_and_loaded_by_ours(tmp_path):
+    model = hugging_face("BertModel", **WIDE)
+    groups = dh.Neurons(model, ids())
+    zero_the_first(groups.units()[0], 24)
+    small = dh.compact(model, ids(), groups=groups)
+    assert small.config.intermediate_size == 48
+    small.save_pretrained(tmp_path)
+    with pytest.raises(RuntimeError, match="mismatch"):
+        type(model).from_pretrained(tmp_path)
+    assert torch.equal(dh.from_pretrained(tmp_path)(**ids())[0], small(**ids())[0])
+
+
+def test_a_file_that_lacks_a_tensor_or_has_one_too_many_is_refused(tmp_path):
+    small = halved(llama(), ids())
+    small.save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    norm = state.pop("model.norm.weight")
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(dh.UserError, match=r"lack 'model\.norm\.weight'"):
+        dh.from_pretrained(tmp_path)
+    save_file(state | {"model.norm.weight": norm, "other": norm + 0}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(dh.UserError, match="other"):
+        dh.from_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"nothing of the kind")
+    with pytest.raises(dh.UserError, match="can't be loaded"):
+        dh.from_pretrained(tmp_path)
 
 
 def test_generation_is_token_identical_after_compaction(compacted):

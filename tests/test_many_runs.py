@@ -164,6 +164,17 @@ def test_a_forked_program_has_its_own_arguments_output_input_and_session_as_one_
     assert said[0] == said[1] and "out ['a b', '--c']" in said[0] and "err True 1" in said[0]
 
 
+def test_a_run_that_nobody_times_has_all_but_the_times(tmp_path, monkeypatch):
+    from deephoyer.lab import recipe
+    from deephoyer.lab.train.result import finish
+    from deephoyer.lab.train.run import Run
+
+    monkeypatch.setenv("DEEPHOYER_UNTIMED", "1")
+    record = finish(Run(recipe.read("demo", QUICK), tmp_path).execute())
+    assert record["compact"]["total"]["parameters"] and record["changed_predictions"] == 0
+    assert not record["compact"]["latency"] and "layer_ms" not in record
+
+
 def test_when_the_server_is_killed_its_programs_end_and_the_next_start_by_themselves(tmp_path):
     waits = "import pathlib, sys, time; from deephoyer.lab.processes import end_with_parent; end_with_parent(); "
     waits += "(pathlib.Path(sys.argv[-1]) / 'ready').touch(); time.sleep(0 if 'second' in sys.argv[-1] else 60)"

@@ -109,3 +109,12 @@ def test_the_figure_has_every_method(tmp_path):
         assert path.stat().st_size > 1000
     drawn = (tmp_path / "character-gpt.svg").read_text()
     assert all(f"<!-- {word}" in drawn for word in ("group-hs", "group-lasso", "dense", "continued"))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("script", [character_gpt, cifar_vit])
+def test_compiled_steps_are_captured_on_a_gpu_and_nothing_is_given_up(tmp_path, script):
+    words = [*SHORT, "--methods", "group-hs", "--device", "cuda", "--compile", "--out", tmp_path]
+    done = subprocess.run([sys.executable, script.__file__, *words], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "going on with" not in done.stdout and "| group-hs | 0.5 |" in done.stdout

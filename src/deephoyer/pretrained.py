@@ -1,7 +1,8 @@
 """Compacted Hugging Face models, to a folder and back.
 
 `compact` notes the shape of such a model in its configuration, so that the model's own `save_pretrained` writes all
-that is needed; `from_pretrained` builds the model from the configuration, brings it into that shape and fills it.
+that is needed (`pretrained_config.py` says it in words that the plain class understands, where there are such words);
+`from_pretrained` builds the model from the configuration, brings it into that shape and fills it.
 Nothing of `transformers` is imported before somebody loads a folder.
 """
 
@@ -11,18 +12,26 @@ import json
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from deephoyer.errors import UserError
+from deephoyer.errors import UserError, first_line
+from deephoyer.inference import Examples
+from deephoyer.pretrained_config import say_sizes
 from deephoyer.structure.shape import check_joints, describe, reshape_
 
 KEY = "deephoyer_shape"
 
 
-def note_shape(model: nn.Module) -> None:
-    """Writes the sizes of the layers into the model's configuration, where it has one that is saved with it."""
+def note_shape(model: nn.Module, inputs: Examples | None = None) -> None:
+    """Writes the sizes of the layers into the model's configuration, where it has one that is saved with it.
+
+    With example inputs, in the configuration's own words too, where those can be proven to say all: then the model's
+    own class loads it.
+    """
     config = getattr(model, "config", None)
     if hasattr(model, "save_pretrained") and hasattr(config, "to_json_string"):
+        if inputs is not None:
+            say_sizes(model, inputs)
         setattr(config, KEY, describe(model))
 
 
@@ -36,15 +45,32 @@ def from_pretrained(folder: str | Path, model_class: Any = None) -> nn.Module:
     shape = _config(folder).get(KEY)
     if shape is None:
         raise UserError(f"{folder}: its config.json has no shape of a compacted model; load it with from_pretrained.")
-    model = _built(folder, model_class)
+    if not list(folder.glob("*.safetensors")):
+        raise UserError(f"{folder} has no safetensors files; save with save_pretrained(…, safe_serialization=True).")
+    model_class = _class(folder, model_class)
+
+    class Shaped(model_class):
+        """The model in the shape that its files have, so that its own library fills it as it fills any other."""
+
+        def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+            super().__init__(config, *args, **kwargs)
+            reshape_(self, shape or {})
+
+    Shaped.__name__ = model_class.__name__
     try:
-        reshape_(model, shape)
-        _fill(model, folder)
+        model, found = Shaped.from_pretrained(folder, dtype="auto", local_files_only=True, output_loading_info=True)
+        model.__class__ = model_class
         check_joints(model)
     except UserError as why:
         raise UserError(f"{folder}: {why}") from None
+    except Exception as why:
+        raise UserError(f"{folder} can't be loaded: {type(why).__name__}: {first_line(why)}") from why
+    for what, names in (("lack", found["missing_keys"]), ("have besides the model's", found["unexpected_keys"])):
+        if names:
+            raise UserError(f"{folder}: its files {what} {sorted(names)[0]!r}.")
     note_shape(model)
-    return model.eval()
+    loaded: nn.Module = model.eval()
+    return loaded
 
 
 def _config(folder: Path) -> dict[str, Any]:
@@ -57,8 +83,7 @@ def _config(folder: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _built(folder: Path, model_class: Any) -> nn.Module:
-    """A fresh model of the configuration, with its precision."""
+def _class(folder: Path, model_class: Any) -> Any:
     try:
         import transformers
     except ImportError:
@@ -68,33 +93,4 @@ def _built(folder: Path, model_class: Any) -> nn.Module:
         model_class = getattr(transformers, str(names[0]), None)
         if not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):
             raise UserError(f"{folder}: transformers has no model {names[0]!r}; pass its class as model_class=.")
-    config = model_class.config_class.from_pretrained(folder, local_files_only=True)
-    made: nn.Module = model_class._from_config(config)
-    return made
-
-
-def _fill(model: nn.Module, folder: Path) -> None:
-    """Loads the folder's safetensors: every name once, nothing missing but further names of tied tensors."""
-    from safetensors.torch import load_file
-
-    state: dict[str, Tensor] = {}
-    files = sorted(folder.glob("*.safetensors"))
-    for file in files:
-        try:
-            state |= load_file(file)
-        except Exception as why:
-            raise UserError(f"{file.name} can't be read: {why}") from None
-    if not files:
-        raise UserError("it has no safetensors files; save with save_pretrained(…, safe_serialization=True).")
-    wanted = model.state_dict(keep_vars=True)
-    strange = [name for name in state if name not in wanted]
-    if strange:
-        raise UserError(f"its files have {strange[0]!r}, which the model has not.")
-    there = {id(wanted[name]) for name in state}
-    missing = [name for name, tensor in wanted.items() if name not in state and id(tensor) not in there]
-    if missing:
-        raise UserError(f"its files lack the model's {missing[0]!r}.")
-    for name, tensor in state.items():
-        if tensor.shape != wanted[name].shape:
-            raise UserError(f"{name} is {list(tensor.shape)} in the files, {list(wanted[name].shape)} in the model.")
-    model.load_state_dict(state, strict=False)
+    return model_class

@@ -51,7 +51,7 @@ def compare(
             show = None if shown is None else lambda busy: shown.update(sweeps.progress_table(busy))
             devices = [found.device] * at_once
             words = [found.protocol.base, *found.overrides]
-            sweeps.run_queue(words, found, at_once, devices, show=show, mps=mps, say=say)
+            sweeps.run_queue(words, found, at_once, devices, show=show, mps=mps, say=say, timed=False)
     out.print(_table(found))
     if write:
         from deephoyer.lab.report import methods_page

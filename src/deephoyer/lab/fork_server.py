@@ -9,6 +9,7 @@ Linux alone: elsewhere a fork may not do what its parent has begun.
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import json
 import os
@@ -35,7 +36,10 @@ def can_run(words: list[str]) -> bool:
 
 
 class ForkServer:
-    """A server of one's own. `ready()` waits for it; it ends with `close()`, or with this process however that ends."""
+    """A server of one's own. `ready()` waits for it; it ends with `close()`, or with this process however that ends.
+
+    `imports` are modules; of `module:function` the function is called, for what it keeps in memory.
+    """
 
     def __init__(self, environment: dict[str, str], imports: Sequence[str] = ()):
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -136,8 +140,10 @@ class Forked:
 def serve(control: socket.socket, imports: Sequence[str]) -> list[str] | None:
     """Forks until the other end is closed. Returns once in the server, and in each child with what it has to run."""
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # for children: kept until they can listen
-    for module in imports:
-        importlib.import_module(module)
+    for module, _, function in (name.partition(":") for name in imports):
+        found = importlib.import_module(module)
+        if function:
+            getattr(found, function)()
     if _has_touched_a_gpu():
         return None
     woken, wake = os.pipe()
@@ -218,4 +224,15 @@ if __name__ == "__main__":
     except KeyboardInterrupt:  # in a child, before it has begun
         raise SystemExit(130) from None
     if program is not None:
-        run_python(program)
+        try:
+            run_python(program)
+            status: Any = 0
+        except SystemExit as end:
+            status = end.code or 0
+            if not isinstance(status, int):
+                raise
+        # Not by way of Python's own end, in which a second goes by over what was imported.
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status & 0xFF)

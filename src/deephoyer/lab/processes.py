@@ -28,6 +28,7 @@ GPU_TROUBLES = ("CUDA error", "CUDA driver error", "Triton Error [CUDA]", "cuDNN
 DEEPHOYER = (sys.executable, "-m", "deephoyer")
 IMPORTS = ("deephoyer.lab.cli", "deephoyer.lab.train.run", "deephoyer.lab.train.result", "torch._dynamo")
 """What a run needs; torch imports the last of them by itself at an optimizer's first step."""
+UNTIMED = "DEEPHOYER_UNTIMED"
 END_WITH_STDIN = "DEEPHOYER_END_WITH_STDIN"
 TOLD_EVERY = 60.0
 """Seconds between two lines about runs that go on, where there is no terminal to show them on."""
@@ -132,15 +133,16 @@ def conduct(
     jobs: int,
     show: Callable[[Sequence[Member]], None] | None = None,
     say: Callable[[str], None] = lambda text: None,
+    imports: Sequence[str] = (),
 ) -> None:
     """Runs what the queue gives, `jobs` at a time, as `words` + overrides + `--out FOLDER`.
 
-    Where it can be, they are forked from a process that has imported what they need (`fork_server.py`).
+    Where it can be, they are forked from a process that has the `imports` already (`fork_server.py`).
     Ctrl-C and SIGTERM stop the children first; they also end by themselves if this process is killed outright.
     """
     busy, faulted = list[Member](), list[Member]()
     told = time.monotonic()
-    with _sigterm_raises(), Starter(words, environment) as start:
+    with _sigterm_raises(), Starter(words, environment, imports) as start:
         try:
             while queue.open() or busy or faulted:
                 while len(busy) < jobs and (member := queue.next()) is not None:
@@ -178,8 +180,8 @@ def conduct(
 class Starter:
     """Starts members: forked from a server where that goes, each by itself elsewhere and when it is retried."""
 
-    def __init__(self, words: list[str], environment: dict[str, str]):
-        self.words, self.environment = words, environment | {END_WITH_STDIN: "1"}
+    def __init__(self, words: list[str], environment: dict[str, str], imports: Sequence[str] = ()):
+        self.words, self.environment, self.imports = words, environment | {END_WITH_STDIN: "1"}, imports
         self.server: ForkServer | None = None
 
     def __enter__(self) -> Starter:
@@ -195,8 +197,7 @@ class Starter:
         forked = None
         if fork_server.can_run(words) and not member.retried:
             if self.server is None:
-                imports = IMPORTS if tuple(words[:3]) == DEEPHOYER else ()
-                self.server = ForkServer(self.environment, imports)
+                self.server = ForkServer(self.environment, self.imports)
                 self.server.ready()
             forked = None if self.server.gone else self.server.start(words[1:], member.log)
         member.process = forked or subprocess.Popen(
@@ -251,6 +252,11 @@ def _sigterm_raises() -> Iterator[None]:
 def is_member() -> bool:
     """Whether this process is one of many that another one started."""
     return os.environ.get(END_WITH_STDIN) == "1"
+
+
+def is_untimed() -> bool:
+    """Whether nobody asks how fast the network is in the end: beside others no time would be right."""
+    return os.environ.get(UNTIMED) == "1"
 
 
 def end_with_parent() -> None:

@@ -14,7 +14,8 @@ from rich.table import Table
 
 from deephoyer.errors import UserError
 from deephoyer.lab import recipe as recipes
-from deephoyer.lab.processes import DEEPHOYER, ListedMembers, Member, Queue, conduct
+from deephoyer.lab.choices import named
+from deephoyer.lab.processes import DEEPHOYER, IMPORTS, UNTIMED, ListedMembers, Member, Queue, conduct
 
 
 def members(recipe: str, overrides: Sequence[str], grid: Iterable[str], folder: Path) -> list[Member]:
@@ -66,18 +67,33 @@ def run_queue(
     mps: bool = True,
     say: Callable[[str], None] = print,
     program: Sequence[str] = DEEPHOYER,
+    timed: bool = True,
 ) -> None:
-    """Conducts a queue of runs that all begin with these words; several on one GPU share it."""
+    """Conducts a queue of runs that all begin with these words; several on one GPU share it. Unless they are to be
+    `timed`, runs leave out the seconds in which the final network's speed is measured."""
     from deephoyer.lab.train import gpu_sharing
 
     with ExitStack() as shared:
-        environment = dict(os.environ)
+        environment = dict(os.environ) | ({} if timed else {UNTIMED: "1"})
         crowd = gpu_sharing.crowd(devices, jobs)
         if crowd > 1:
             environment |= gpu_sharing.quiet_threads()
             environment |= shared.enter_context(gpu_sharing.mps(say, crowd)) if mps else {}
-        quiet = show is not None  # a live table says it all
-        conduct([*program, "run", *words], environment, queue, jobs, show, (lambda _: None) if quiet else say)
+        if show is not None:  # a live table says it all
+            say = _nothing
+        conduct([*program, "run", *words], environment, queue, jobs, show, say, _imports(words))
+
+
+def _nothing(text: str) -> None:
+    pass
+
+
+def _imports(words: Sequence[str]) -> tuple[str, ...]:
+    """What runs that begin with these words share: modules, and images that would take each two seconds to unpack."""
+    if not words:
+        return IMPORTS
+    data, _ = named(recipes.read(words[0], words[1:]).data)
+    return (*IMPORTS, *(["deephoyer.lab.data.mnist:mnist"] if data == "mnist" else []))
 
 
 def default_jobs() -> int:

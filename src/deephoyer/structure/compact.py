@@ -144,9 +144,9 @@ def _compacted(
         rounding=graph.rounding,
     )
     report.parameters_after = _count(small)
+    note_shape(small, example_inputs)
     _settle(small, model)
     small.compact_report = report  # type: ignore[assignment]
-    note_shape(small)
     return small
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from deephoyer.errors import UserError
 from deephoyer.export import save
+from deephoyer.lab.processes import is_untimed
 from deephoyer.lab.runs import environment
 from deephoyer.lab.runs.folder import RunFolder
 from deephoyer.lab.train.run import Run
@@ -126,17 +127,17 @@ def _compacted(
     files[COMPACT] = save(small, run.folder / COMPACT, provenance=origin)
     dense = run.fresh_model()
     before, after = (run.predictions(m) for m in (run.model, small))
-    return {
-        "compact": summary(small, example, baseline=dense, batch_sizes=BATCHES).to_json(),
+    timed = not is_untimed()
+    record = {
+        "compact": summary(small, example, baseline=dense, batch_sizes=BATCHES, latency=timed).to_json(),
         "changed_predictions": int((before != after).sum()),
         "test_images": len(after),
         "compact_report": asdict(compact_report(small)),
-        "layer_ms": {
-            "batch": LAYER_BATCH,
-            "dense": by_layer(dense, example, LAYER_BATCH),
-            "compact": by_layer(small, example, LAYER_BATCH),
-        },
     }
+    if timed:
+        layers = {kind: by_layer(m, example, LAYER_BATCH) for kind, m in (("dense", dense), ("compact", small))}
+        record["layer_ms"] = {"batch": LAYER_BATCH, **layers}
+    return record
 
 
 PROTOCOLS = {
