@@ -24,7 +24,9 @@ NOT_RUN = "not run yet"
 PAPERS = """The paper's strengths and thresholds, Adam at 1e-3 throughout, test-best epochs. Where its appendix
 (normalised inputs) and the released scripts (raw inputs, weight decay 1e-4 while finetuning) differ, both are run.
 *Reproduced* is an accuracy that rounds to the printed one at no more than 1.05 times the size."""
-OTHERS = "What sparse variational dropout, SNIP and l0 print for these networks, with our epochs and held-out images."
+OTHERS = """What sparse variational dropout, SNIP and l0 print for these networks, with the epochs, optimizers and
+schedules of their papers and released scripts. l0 has one λ for all layers here, where those sizes came about with one
+for each; it is cut to them, and finetuned."""
 
 
 def write(found: Comparison) -> Path:
