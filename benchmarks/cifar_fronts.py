@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from measuring import machine, show, words, write
-from runs_in_time import Job, Records, at_once, once, pack, plan_rows, scaled
+from runs_in_time import Job, Records, at_once, once, pack_jobs, plan_rows, scaled
 
 PACE = {"resnet-56": 1.1, "resnet-110": 2.2}
 """Seconds an epoch on an H200, of four at once one after the other."""
@@ -38,8 +38,6 @@ TAUGHT, HALF = "parts/resnet-56-taught", "small/resnet-56-half"
 FOR_CPU = "{latency: 0.62, batch: 64}"
 FOR_GPU = "{latency: 0.8, batch: 256, mode: compiled, dtype: bfloat16}"
 HELD_OUT = "epoch_selection=held-out"
-MOST = 60 * 2**20
-"""Bytes that `--pack` may write."""
 
 
 @dataclass(frozen=True)
@@ -233,11 +231,7 @@ def main() -> None:
     show("CIFAR-10", rows(jobs), words=3)
     print("\n".join(f"not yet: {one}" for one in left))
     if chosen.pack is not None:
-        without = pack(jobs, chosen.pack, MOST)
-        size = sum(file.stat().st_size for file in chosen.pack.glob("runs-*"))
-        print(
-            f"packed into {chosen.pack}: {size / 2**20:.1f} MiB", *(f"no room for {one}" for one in without), sep="\n"
-        )
+        print("\n".join(pack_jobs(jobs, chosen.pack)))
     table = rows(jobs)
     write(chosen.out, {"machine": machine(chosen.device), "titles": table[0], "rows": table[1:], "left": left})
 

@@ -3,7 +3,8 @@
 What the lists are is said by those who use it (`tiny_imagenet.py`, `cifar_fronts.py`). Two ways to work one off: each
 run to its end in this process, which begins nothing that would not end in time (`in_this_process`); or several at once,
 each a process, stopped when the time is up (`at_once`). Either way the same command goes on where it was stopped, and
-runs resume bit for bit. For machines that are given back, `pack` puts what the rest of a list needs into a few files.
+runs resume bit for bit. For machines that are given back, `pack` puts what the rest of a list needs into a few files;
+`python benchmarks/runs_in_time.py FOLDER` does so with all of `runs/`, those of comparisons and searches, too.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import math
 import shlex
 import subprocess
+import sys
 import tarfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,11 +35,11 @@ from deephoyer.lab.runs.find import RUNS
 from deephoyer.lab.runs.folder import RunFolder
 from deephoyer.lab.schema import STAGES, Recipe, is_file
 from deephoyer.lab.stages import Training
-from deephoyer.lab.train.result import finish, recorded
+from deephoyer.lab.train.result import COMPACT, finish, recorded
 from deephoyer.lab.train.run import Run
 
-PART = 15 * 2**20
-"""Bytes of each file that `pack` writes."""
+PART, MOST = 15 * 2**20, 60 * 2**20
+"""Bytes of each file that `pack` writes, and of all."""
 STARTING = 30.0
 """Seconds until a process trains: with less time left than that, none is started."""
 
@@ -340,35 +342,60 @@ def plan_rows(jobs: Sequence[Job], pace: Mapping[str, float], items: Mapping[str
 ALWAYS = ("command.json", "recipe.yaml", "environment.json", "metrics.jsonl", "summary.json", "method.safetensors")
 
 
-def pack(jobs: Sequence[Job], folder: Path, most: int) -> list[str]:
-    """Writes what the rest of a list needs into `folder` as parts of one archive: `cat runs-* | tar xz`.
+def pack(
+    folders: Iterable[Path], place: Path, most: int, needed: Callable[[Path], bool] = lambda folder: True
+) -> list[str]:
+    """Writes what goes on elsewhere with these runs into the folder `place`, as parts of one archive.
 
-    Of a run that is done its record, and its network where a run that is not done builds on it or its weights are to
-    be published; of one that is not, the newest checkpoint. At most `most` bytes; what found no room is named, and
+    `cat place/runs-* | tar xz` unpacks it. Of a run that is done its record, and its network where that is `needed`; of
+    one that is not, the newest checkpoint. At most `most` bytes, finished runs first; what found no room is named, and
     would begin again.
     """
-    needed = {identity for job in jobs if not job.done() for identity in job.builds_on}
     stream, left = io.BytesIO(), []
     with tarfile.open(fileobj=stream, mode="w:gz", compresslevel=6) as archive:
-        for job in sorted(once(jobs), key=lambda job: not job.done()):
-            files = [job.folder / name for name in ALWAYS]
-            if job.done():
-                kept = job.is_row or job.identity in needed
-                files += [job.folder / job.recipe.result_file, job.folder / "compact.safetensors"] if kept else []
-            else:
-                numbers = checkpoint.numbers(RunFolder(job.folder).checkpoints)
-                files += [RunFolder(job.folder).checkpoints / f"{n:06d}.safetensors" for n in numbers[-1:]]
-                files = files if numbers else []
+        for folder in sorted(folders, key=lambda folder: not (folder / "summary.json").exists()):
+            run, files = RunFolder(folder), [folder / name for name in ALWAYS]
+            made = run.recipe() if (folder / "recipe.yaml").exists() else None
+            if made is None:
+                continue
+            if not (folder / "summary.json").exists():
+                numbers = checkpoint.numbers(run.checkpoints)
+                files += [run.checkpoints / f"{n:06d}.safetensors" for n in numbers[-1:]]
+            elif needed(folder):
+                files += [folder / made.result_file, folder / COMPACT]
             there = [file for file in files if file.exists()]
             archive.fileobj.flush()  # type: ignore[union-attr]
-            if there and stream.tell() + sum(file.stat().st_size for file in there) > most:
-                left.append(job.title)
+            if stream.tell() + sum(file.stat().st_size for file in there) > most:
+                left.append(str(folder))
                 continue
             for file in there:
                 archive.add(file)
-    content, place = stream.getvalue(), folder_at(folder)
-    for old in place.glob("runs-*"):
+    content = stream.getvalue()
+    for old in folder_at(place).glob("runs-*"):
         old.unlink()
     for i, at in enumerate(range(0, len(content), PART)):
         write_atomically(place / f"runs-{i:02d}", content[at : at + PART])
     return left
+
+
+def pack_jobs(jobs: Sequence[Job], place: Path) -> list[str]:
+    """The same for a list; networks of runs that are done go along where others build on them, or as rows. In words."""
+    open_ones = {identity for job in jobs if not job.done() for identity in job.builds_on}
+    kept = {job.folder for job in jobs if job.is_row or job.identity in open_ones}
+    left = pack([job.folder for job in once(jobs)], place, MOST, lambda folder: folder in kept)
+    return [_packed(place), *(f"no room for {folder}" for folder in left)]
+
+
+def _packed(place: Path) -> str:
+    size = sum(file.stat().st_size for file in place.glob("runs-*"))
+    return f"packed into {place}: {size / 2**20:.1f} MiB; `cat {place}/runs-* | tar xz` unpacks it"
+
+
+def main() -> None:
+    """Packs all of `runs/`, whatever began them."""
+    left = pack((path.parent for path in RUNS.glob("*/command.json")), Path(sys.argv[1]), MOST)
+    print(_packed(Path(sys.argv[1])), *(f"no room for {folder}" for folder in left), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

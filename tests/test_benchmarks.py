@@ -228,7 +228,11 @@ def test_a_run_stopped_when_time_is_up_goes_on_elsewhere_and_ends_with_the_same_
     with monkeypatch.context() as m:
         m.setattr(runs_in_time.InOrder, "tick", until_a_checkpoint_is_there)
         left = runs_in_time.at_once(jobs, 600, 2, runs_in_time.Records(None), **silent)
-    assert len(left) == 1 and "not to its end" in left[0] and runs_in_time.pack(jobs, tmp_path / "home", 10**8) == []
+    assert (
+        len(left) == 1
+        and "not to its end" in left[0]
+        and runs_in_time.pack_jobs(jobs, tmp_path / "home")[0].startswith("packed into ")
+    )
     monkeypatch.chdir(there)
     parts = b"".join(path.read_bytes() for path in sorted((tmp_path / "home").glob("runs-*")))
     with tarfile.open(fileobj=io.BytesIO(parts)) as archive:
@@ -243,13 +247,16 @@ def test_a_run_stopped_when_time_is_up_goes_on_elsewhere_and_ends_with_the_same_
 
 def test_what_is_packed_keeps_within_its_size_and_names_what_found_no_room(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    jobs = listed()
-    for job in jobs[:2]:
-        RunFolder(job.folder).checkpoints.mkdir(parents=True)
-        (job.folder / "metrics.jsonl").write_text('{"stage": "pretrain"}\n')
-        (job.folder / "checkpoints" / "000001.safetensors").write_bytes(random.Random(0).randbytes(5000))
-    assert runs_in_time.pack(jobs, tmp_path / "home", 7000) == [jobs[1].title]
-    assert sum(path.stat().st_size for path in (tmp_path / "home").iterdir()) < 7000
+    jobs = listed()[:2]
+    for job in jobs:
+        folder = RunFolder(job.folder)
+        folder.checkpoints.mkdir(parents=True)
+        folder.write_words(job.command, job.recipe)
+        folder.add_metrics({"stage": "pretrain"})
+        (folder.checkpoints / "000001.safetensors").write_bytes(random.Random(0).randbytes(5000))
+    folders = [job.folder for job in jobs]
+    assert runs_in_time.pack(folders, tmp_path / "home", 12_000) == [str(jobs[1].folder)]
+    assert sum(path.stat().st_size for path in (tmp_path / "home").iterdir()) < 12_000
     assert jobs[1].epochs_left() == 1 and jobs[1].epochs() == 2
 
 

@@ -33,8 +33,6 @@ from deephoyer.lab.search import MEASURES
 
 FOLDER = Path(__file__).parent / "comparisons"
 FORMAT = "deephoyer-comparison-1"
-EXTENSIONS = 3
-"""How many values a grid may grow by at an end where its best lies."""
 TOLERANCE = 0.01
 """How far from the size asked for a network may be, as a share of it."""
 
@@ -105,9 +103,16 @@ class Protocol(BaseModel):
     sizes: tuple[float, ...] = Field(min_length=1)
     choose: int = Field(default=3, ge=1)
     """Seeds to choose by: 0, 1, …"""
+    choose_at: Literal["each size", "the middle size"] = "each size"
+    """Whether every size has a setting of its own, or all have the one that is chosen at the middle one."""
+    extensions: int = Field(default=3, ge=0)
+    """How many values a grid may grow by at an end where its best lies."""
     final: int = Field(default=10, ge=1)
     """Seeds of the chosen settings: those that follow."""
     methods: dict[str, Entry]
+
+    def chooses_at(self, size: float) -> bool:
+        return self.choose_at == "each size" or size == self.middle
 
     @property
     def middle(self) -> float:
@@ -249,7 +254,7 @@ class Comparison(Queue):
         """A method's grid, gone on with where its best lies at an end."""
         entry = self.methods[method]
         values = list(entry.values)
-        for _ in range(EXTENSIONS):
+        for _ in range(self.protocol.extensions):
             if not all(self._settled(job) for job in self._choosing(method, values, size)):
                 break
             best = self._best(method, values, size)
@@ -274,6 +279,7 @@ class Comparison(Queue):
 
     def chosen(self, method: str, size: float) -> float | None:
         """The setting that gets fresh seeds; None while it is not known, or where no setting can be pruned that far."""
+        size = size if self.protocol.chooses_at(size) else self.protocol.middle
         if (method, size) not in self._chosen:
             values = self.values(method, size)
             if not all(self._settled(job) for job in self._choosing(method, values, size)):
@@ -284,7 +290,7 @@ class Comparison(Queue):
     def jobs(self) -> Iterator[Job]:
         """All that is wanted by now, the middle size first; more when settings have been chosen."""
         for size in self.sizes:
-            for method in self.methods:
+            for method in self.methods if self.protocol.chooses_at(size) else ():
                 yield from self._choosing(method, self.values(method, size), size)
             for method in self.methods:
                 value = self.chosen(method, size)
@@ -298,14 +304,15 @@ class Comparison(Queue):
     def cost(self) -> tuple[dict[Path, int], set[Path]]:
         """Every run with its epochs, those of the chosen settings too, and which are done.
 
-        As if every size had a choice of its own and no grid went on.
+        As if every size that has a choice of its own chose otherwise, and no grid went on.
         """
         runs: dict[Path, int] = {}
         for method, entry in self.methods.items():
             for place, size in enumerate(self.sizes):
                 value = self.chosen(method, size)
-                assumed = entry.values[place % len(entry.values)] if value is None else value
-                jobs = [*self._choosing(method, entry.values, size)]
+                own = self.protocol.chooses_at(size)
+                assumed = entry.values[place % len(entry.values) if own else 0] if value is None else value
+                jobs = [*self._choosing(method, entry.values, size)] if own else []
                 for job in (*jobs, *(Job(method, assumed, seed, size) for seed in self._fresh())):
                     epochs = self._epochs(entry)
                     runs |= {self.folder(words): n for words, n in zip(self.chain(job), epochs, strict=True)}
