@@ -247,7 +247,7 @@ def test_a_comparison_runs_to_its_end_goes_on_after_a_stop_and_writes_its_page(c
             count += 1
 
     stopped = Comparison("mine.yaml", TINY)
-    conduct("compare/lenet-300-100", TINY, stopped, 1, [], most=5)
+    conduct(["compare/lenet-300-100", *TINY], stopped, 1, [], most=5)
     before = {path: path.stat().st_mtime_ns for path in Path("runs").glob("*/summary.json")}
     assert len(before) == 5
 
