@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import math
 import re
 from pathlib import Path
 
@@ -153,6 +154,45 @@ def test_settings_that_fail_are_passed_over_and_a_method_without_any_has_no_choi
     found = Told("lenet-300-100", lambda job: None if job.value < 1e-3 else 0.9 - job.value, only=["l1"])
     assert found.chosen("l1", 0.01) == 1.6e-3
     assert Told("lenet-300-100", lambda job: None, only=["l1"]).chosen("l1", 0.01) is None
+
+
+def test_a_penaltys_strengths_reach_a_decade_to_both_sides_of_its_best_and_choose_nothing():
+    found = Told("lenet-300-100", lambda job: 0.9 - abs(math.log10(job.value / 8e-4)) / 100, only=["l1", "SNIP"])
+    assert found.chosen("l1", 0.0173) == 8e-4
+    assert found.around("l1") == [1e-4, 2e-4, 4e-4, 8e-4, 1.6e-3, 3.2e-3, 6.4e-3]
+    assert found.around("SNIP") == []
+    assert found.values("l1", 0.0173) == list(found.methods["l1"].values)
+    more = [job for job in found.jobs() if job.value > 1.6e-3 and job.method == "l1"]
+    assert {(job.value, job.size) for job in more} == {(3.2e-3, 0.0173), (6.4e-3, 0.0173)}
+    content = found.content()
+    assert len(content["outcomes"]) == len(
+        {(o["method"], o["value"], o["seed"], o["size"]) for o in content["outcomes"]}
+    )
+
+
+def test_what_a_strength_costs_that_is_off_is_told_and_drawn_from_the_runs_that_chose(tmp_path, monkeypatch):
+    """A flat penalty and a steep one, each with its own best."""
+    best, slope = {"l1": 4e-4, "Hoyer-Square": 2e-4}, {"l1": 2.0, "Hoyer-Square": 0.1}
+
+    def held_out(job):
+        off = abs(math.log2(job.value / best[job.method]))
+        return None if job.method == "l1" and off > 2.5 else 0.98 - slope[job.method] * off / 100 + job.seed * 1e-4
+
+    found = Told("lenet-300-100", held_out, only=list(best))
+    content = found.content()
+    lost = {m: methods_page.losses_near_best(found.protocol, content, m) for m in best}
+    assert list(lost["Hoyer-Square"]) == pytest.approx([1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8])
+    assert [sum(s) / len(s) for s in lost["Hoyer-Square"].values()] == pytest.approx([0.3, 0.2, 0.1, 0, 0.1, 0.2, 0.3])
+    assert list(lost["l1"]) == pytest.approx([1 / 4, 1 / 2, 1, 2, 4])
+    table = methods_page._off_by_a_factor(found.protocol, content).splitlines()
+    assert "| l1 | 0.0004 | 2.40 | 4.00 | 4.00 | 0.25 to 4 | 2 |" in table  # an eighth and eight times
+    assert "| Hoyer-Square | 0.0002 | 0.17 | 0.30 | 0.30 | 0.12 to 8 | 0 |" in table
+    from deephoyer.lab.report.figures.methods import off_by_a_factor
+
+    axes = off_by_a_factor("two penalties", lost).axes[0]
+    assert [line.get_label() for line in axes.get_lines()][:2] == list(best)
+    assert list(axes.get_lines()[1].get_ydata()) == pytest.approx([-0.3, -0.2, -0.1, 0, -0.1, -0.2, -0.3])
+    assert methods_page._off_by_a_factor(found.protocol, None) == ""
 
 
 @given(st.lists(st.floats(-3, 3), min_size=1, max_size=7))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import shlex
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,6 +36,15 @@ FOLDER = Path(__file__).parent / "comparisons"
 FORMAT = "deephoyer-comparison-1"
 TOLERANCE = 0.01
 """How far from the size asked for a network may be, as a share of it."""
+
+
+DECADE = 10.0
+"""How far on both sides of its best a penalty's strength is looked at, as a factor."""
+
+
+def near(ratio: float) -> bool:
+    """Whether a strength is within a decade of another."""
+    return abs(math.log(ratio)) < 1.001 * math.log(DECADE)
 
 
 class Entry(BaseModel):
@@ -61,6 +71,11 @@ class Entry(BaseModel):
         if list(self.values) != sorted(set(self.values)) or self.values[0] <= 0:
             raise UserError(f"values: {list(self.values)} must rise, and be above 0.")
         return self
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether what is searched is a penalty's strength."""
+        return self.vary == "regularize.strength=VALUE"
 
     def word(self, value: float) -> str:
         return self.vary.replace("VALUE", f"{value:g}")
@@ -296,6 +311,22 @@ class Comparison(Queue):
                 value = self.chosen(method, size)
                 if value is not None:
                     yield from (Job(method, value, seed, size) for seed in self._fresh())
+            for method in self.methods if size == self.protocol.middle else ():
+                yield from self._choosing(method, self.around(method), size)
+
+    def around(self, method: str) -> list[float]:
+        """A penalty's strengths within a decade of its best at the middle size, its grid gone on with where it is too
+        short for that: what it costs to miss the best. They choose nothing."""
+        entry, best = self.methods[method], self.chosen(method, self.protocol.middle)
+        if best is None or not entry.penalizes:
+            return []
+        values = self.values(method, self.protocol.middle)
+        for end in (0, -1):
+            for _ in range(self.protocol.extensions):
+                following = entry.beyond(values, end)
+                if following is not None and near(following / best):
+                    values.insert(0 if end == 0 else len(values), following)
+        return [value for value in values if near(value / best)]
 
     def _fresh(self) -> range:
         """The seeds of the chosen settings."""
@@ -370,7 +401,7 @@ class Comparison(Queue):
 
     def content(self) -> dict[str, Any]:
         """What a results file keeps: every outcome, those that chose and the final ones, and what failed."""
-        wanted = list(self.jobs())
+        wanted = list(dict.fromkeys(self.jobs()))
         found = [asdict(one) for job in wanted if (one := self.outcome(job)) is not None]
         failed = [{**asdict(job), "why": why} for job in wanted if (why := self.failure(job)) is not None]
         chosen = [

@@ -86,7 +86,7 @@ def _table(found: object) -> Table:
 def _draw(name: str) -> None:
     from deephoyer.lab import comparison
     from deephoyer.lab.report import methods_page
-    from deephoyer.lab.report.figures.methods import every_seed
+    from deephoyer.lab.report.figures.methods import every_seed, off_by_a_factor
     from deephoyer.lab.report.figures.style import save
 
     if name not in comparison.names():
@@ -98,6 +98,10 @@ def _draw(name: str) -> None:
     }
     if any(found for rows in sizes.values() for found in rows.values()):
         save(every_seed(protocol.about, sizes), DOCS / "figures", f"methods-{name}")
+    lost = {m: found for m in protocol.methods if (found := methods_page.losses_near_best(protocol, content, m))}
+    if lost:
+        title = f"{protocol.about}, {100 * protocol.middle:g} %"
+        save(off_by_a_factor(title, lost), DOCS / "figures", f"strengths-{name}")
 
 
 def _write_page() -> None:

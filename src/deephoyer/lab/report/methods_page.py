@@ -14,7 +14,7 @@ from typing import Any
 from deephoyer.errors import UserError
 from deephoyer.files import folder_at, write_atomically
 from deephoyer.lab import comparison
-from deephoyer.lab.comparison import FORMAT, ComparedRun, Comparison, Protocol, holm, sign_flips
+from deephoyer.lab.comparison import FORMAT, ComparedRun, Comparison, Protocol, holm, near, sign_flips
 from deephoyer.lab.report import own_settings
 from deephoyer.lab.report.record import read_all
 
@@ -60,6 +60,9 @@ def page(results: Path = RESULTS, figures: Path | None = None) -> str:
         if figures is not None and (figures / f"methods-{name}.svg").exists():
             parts.append(f"![Test accuracy of every seed]({figures.name}/methods-{name}.svg)")
         parts.append(_flatness(protocol, content))
+        parts.append(_off_by_a_factor(protocol, content))
+        if figures is not None and (figures / f"strengths-{name}.svg").exists():
+            parts.append(f"![Points lost against the strength]({figures.name}/strengths-{name}.svg)")
         parts.append(_commands(protocol, content))
     every = read_all(results.parent)
     for title, told, rows in (
@@ -132,28 +135,75 @@ def _without(content: dict[str, Any] | None, method: str, size: float) -> str:
     return f"no setting can be pruned that far: {failed[0]['why']}" if failed else NOT_RUN
 
 
+def by_setting(protocol: Protocol, content: dict[str, Any] | None, method: str) -> dict[float, list[float]]:
+    """The held-out accuracies, in percent, of a method's settings at the middle size, on the seeds that choose."""
+    found: dict[float, list[float]] = {}
+    for o in (content or {}).get("outcomes", []):
+        if (o["method"], o["size"]) == (method, protocol.middle) and o["seed"] < protocol.choose:
+            found.setdefault(o["value"], []).append(100 * o["held_out"])
+    return dict(sorted(found.items()))
+
+
 def _flatness(protocol: Protocol, content: dict[str, Any] | None) -> str:
     """What it costs to miss the best setting: held-out accuracy of the seeds that chose, against the setting."""
-    if content is None:
-        return ""
-    size = protocol.sizes[len(protocol.sizes) // 2]
     lines = []
     for method in protocol.methods:
-        means: dict[float, list[float]] = {}
-        for o in content["outcomes"]:
-            if (o["method"], o["size"]) == (method, size) and o["seed"] < protocol.choose:
-                means.setdefault(o["value"], []).append(100 * o["held_out"])
-        if not means:
-            continue
-        mean = {value: statistics.fmean(found) for value, found in sorted(means.items())}
-        top = max(mean.values())
-        lost = ", ".join(f"{v:g}: {found - top:+.2f}" if found < top else f"**{v:g}**" for v, found in mean.items())
-        lines.append([method, f"{top:.2f}", lost])
+        mean = {value: statistics.fmean(found) for value, found in by_setting(protocol, content, method).items()}
+        if mean:
+            top = max(mean.values())
+            lost = ", ".join(f"{v:g}: {m - top:+.2f}" if m < top else f"**{v:g}**" for v, m in mean.items())
+            lines.append([method, f"{top:.2f}", lost])
     if not lines:
         return ""
     titles = ["method", "best, %", "points lost at other settings"]
-    title = f"**How much the setting matters**, held-out images, {100 * size:g} % asked for"
+    title = f"**How much the setting matters**, held-out images, {100 * protocol.middle:g} % asked for"
     return f"{title}\n\n{_grid(titles, lines, words=1)}"
+
+
+def best_strength(protocol: Protocol, content: dict[str, Any] | None, method: str) -> float | None:
+    """The strength of a penalty that was chosen for the middle size."""
+    chosen = (content or {}).get("chosen", []) if protocol.methods[method].penalizes else []
+    return next((c["value"] for c in chosen if (c["method"], c["size"]) == (method, protocol.middle)), None)
+
+
+def losses_near_best(protocol: Protocol, content: dict[str, Any] | None, method: str) -> dict[float, list[float]]:
+    """For each strength of a penalty within a decade of the chosen one, as a factor of that, what its seeds lose there,
+    in points of held-out accuracy."""
+    best = best_strength(protocol, content, method)
+    if best is None:
+        return {}
+    found = by_setting(protocol, content, method)
+    top = statistics.fmean(found[best])
+    return {value / best: [top - a for a in seeds] for value, seeds in found.items() if near(value / best)}
+
+
+def _off_by_a_factor(protocol: Protocol, content: dict[str, Any] | None) -> str:
+    """What a strength costs that is off by up to a factor of ten: whether a penalty forgives that."""
+    lines = []
+    for method in protocol.methods:
+        best = best_strength(protocol, content, method)
+        if content is None or best is None:
+            continue
+        lost = {ratio: statistics.fmean(s) for ratio, s in losses_near_best(protocol, content, method).items()}
+        sides = [x for ratio, x in lost.items() if ratio < 1], [x for ratio, x in lost.items() if ratio > 1]
+        worst = [f"{max(side):.2f}" if side else "" for side in sides]
+        failed = [f["value"] for f in content["failed"] if (f["method"], f["size"]) == (method, protocol.middle)]
+        failing = str(len({value for value in failed if near(value / best)}))
+        reach = f"{min(lost):.2g} to {max(lost):.2g}"
+        lines.append([method, f"{best:g}", f"{statistics.fmean(lost.values()):.2f}", *worst, reach, failing])
+    if not lines:
+        return ""
+    titles = [
+        "penalty",
+        "best",
+        "lost on average",
+        "at worst below",
+        "at worst above",
+        "from … to … times",
+        "that fail",
+    ]
+    title = "**What a strength costs that is off by up to ten times**, in points of held-out accuracy, "
+    return f"{title}{100 * protocol.middle:g} % asked for\n\n{_grid(titles, lines, words=1)}"
 
 
 def _commands(protocol: Protocol, content: dict[str, Any] | None) -> str:

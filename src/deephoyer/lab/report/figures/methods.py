@@ -1,12 +1,14 @@
-"""Methods side by side: the test accuracy of every seed as a point, a panel for each size."""
+"""Methods side by side: the test accuracy of every seed, a panel for each size; and what it costs to miss a penalty's
+best strength."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 from matplotlib.figure import Figure
 
-from deephoyer.lab.report.figures.style import BLUE, INK, styled
+from deephoyer.lab.report.figures.style import BLUE, CYCLE, GREY, INK, MARKERS, styled
 
 
 @styled
@@ -24,4 +26,22 @@ def every_seed(title: str, sizes: Mapping[float, Mapping[str, Sequence[float]]])
         axes.set(xlabel="test accuracy, %", title=f"{100 * size:g} %", yticks=range(len(names)))
         axes.set_yticklabels(list(reversed(names)))
     figure.suptitle(title)
+    return figure
+
+
+@styled
+def off_by_a_factor(title: str, penalties: Mapping[str, Mapping[float, Sequence[float]]]) -> Figure:
+    """`penalties` has for each factor of its best strength the points of accuracy that a penalty's seeds lose there."""
+    figure = Figure(figsize=(6.4, 3.8))
+    axes = figure.subplots()
+    for (name, lost), color, marker in zip(penalties.items(), itertools.cycle(CYCLE), itertools.cycle(MARKERS)):
+        for factor, seeds in lost.items():
+            axes.scatter([factor] * len(seeds), [-x for x in seeds], s=8, color=color, alpha=0.4)
+        means = [-sum(seeds) / len(seeds) for seeds in lost.values()]
+        axes.plot(list(lost), means, color=color, marker=marker, markersize=5, label=name)
+    axes.axvline(1, color=GREY, linewidth=0.8, linestyle=":")
+    axes.set(xscale="log", xlabel="strength, in times of the best", ylabel="held-out accuracy, points", title=title)
+    axes.set_xticks([0.1, 0.2, 0.5, 1, 2, 5, 10], ["⅒", "⅕", "½", "1", "2", "5", "10"])
+    axes.minorticks_off()
+    axes.legend()
     return figure
