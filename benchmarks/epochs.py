@@ -2,16 +2,20 @@
 
     python benchmarks/epochs.py --device cuda --out results/bench/epochs-cuda.json
     python benchmarks/epochs.py --device cuda --cases none --together 4 --out results/bench/together-cuda.json
+    python benchmarks/epochs.py --device cuda --cases none --matrix 128 256 512 --images 12800 --out matrix.json
 
 MNIST is the real one; ResNet-56 trains on noise in CIFAR-10's shape (50,000 images, batch 128), which takes the
 same time; on CUDA its blocks are compiled, and `resnet-56-eager` is the same without. LeNet-300-100 also gets the
 time of the paper's 250 regularized epochs, which is 250 × the median. With --together N, a sweep of N strengths of
 ResNet-56 is timed against one run by their steady epochs: the median of all but each run's first, which has the start,
-the compilation and the capture in it. N at once take that long for N epochs, one of each network.
+the compilation and the capture in it. N at once take that long for N epochs, one of each network. With --matrix, an
+epoch of ResNet-56 at each batch size, blocks compiled and not, with a ResNet-110 as the teacher (asked in every step)
+and without; the second batch size also four at once. Fewer --images are scaled to 50,000.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 import sys
@@ -25,9 +29,10 @@ from typing import Any
 import torch
 
 from deephoyer.errors import UserError, unknown
+from deephoyer.lab import models, sweep
 from deephoyer.lab import recipe as recipes
-from deephoyer.lab import sweep
 from deephoyer.lab.data import DATASETS, Dataset
+from deephoyer.lab.runs.checkpoint import write_tensors
 from deephoyer.lab.schema import Recipe
 from deephoyer.lab.train.run import Run
 from measuring import machine, show, words, write
@@ -51,15 +56,17 @@ CUDA: dict[str, dict[str, Any]] = {
 }
 EPOCHS = {"lenet-300-100": 12, "lenet-5": 12, "resnet-56": 4, "resnet-56-eager": 4}
 PAPER_EPOCHS = 250
+CIFAR = 50_000
 
 
 @cache
-def noise() -> Dataset:
-    """random images in CIFAR-10's shape"""
+def noise(images: int = CIFAR) -> Dataset:
+    """random images in CIFAR-10's shape: so many to train on, a fifth of that for the test"""
     g = torch.Generator().manual_seed(0)
-    x = torch.randint(0, 256, (60_000, 3, 32, 32), dtype=torch.uint8, generator=g)
-    y = torch.randint(0, 10, (60_000,), generator=g)
-    return Dataset("noise", x[:50_000], y[:50_000], x[50_000:], y[50_000:], 10, (0.49, 0.48, 0.45), (0.25, 0.24, 0.26))
+    x = torch.randint(0, 256, (images + images // 5, 3, 32, 32), dtype=torch.uint8, generator=g)
+    y = torch.randint(0, 10, (len(x),), generator=g)
+    train, test = (slice(images), slice(images, None))
+    return Dataset("noise", x[train], y[train], x[test], y[test], 10, (0.49, 0.48, 0.45), (0.25, 0.24, 0.26))
 
 
 DATASETS.add("noise", noise)
@@ -147,6 +154,44 @@ def _sweep(file: Path, changes: Sequence[str], count: int, mps: bool, said: list
     return statistics.median(seconds), wall
 
 
+# What makes an epoch fast
+
+
+def matrix(
+    device: str, batches: Sequence[int], images: int, epochs: int, at_once: int, mps: bool
+) -> list[dict[str, Any]]:
+    """Seconds of a steady epoch of all training images, by batch size, compiled blocks and a teacher."""
+    found: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        teacher = Path(folder) / "teacher.safetensors"
+        write_tensors(teacher, models.make("resnet-110").state_dict())
+        file = Path(folder) / "resnet-56.yaml"
+        file.write_text(recipe("resnet-56-eager", device, epochs, bare_epochs=0).to_yaml())
+        for batch, blocks, taught in itertools.product(batches, ("off", "blocks"), (False, True)):
+            words = [f"data={{name: noise, images: {images}}}", f"batch_size={batch}", f"compile={blocks}"]
+            words += [f"distill={{teachers: [{{file: {teacher}, model: resnet-110}}]}}"] if taught else []
+            case = {"batch": batch, "blocks": blocks, "teacher": taught}
+            scale = CIFAR / images
+            with tempfile.TemporaryDirectory() as place:
+                lines = Run(recipes.read(str(file), words), place).execute().folder.metrics()
+            case["alone"] = scale * statistics.median(line["seconds"] for line in lines[1:])
+            if at_once and batch == batches[min(1, len(batches) - 1)]:
+                seconds, _ = _sweep(file, words, at_once, mps, [])
+                case["at once, each"] = scale * seconds / at_once
+            found.append(case)
+            print(json.dumps(case), flush=True)  # what there is when the time is up
+    return found
+
+
+def matrix_rows(found: Sequence[dict[str, Any]], at_once: int) -> list[list[str]]:
+    table = [["batch", "blocks", "teacher", "alone", f"{at_once} at once, each"]]
+    for case in found:
+        many = f"{case['at once, each']:.3f} s" if "at once, each" in case else ""
+        kinds = ["compiled" if case["blocks"] == "blocks" else "eager", "asked" if case["teacher"] else "none"]
+        table.append([str(case["batch"]), *kinds, f"{case['alone']:.3f} s", many])
+    return table
+
+
 def together_rows(found: dict[str, Any]) -> list[list[str]]:
     n = found["networks"]
     alone, each = found["one: seconds an epoch"], found["at once: seconds an epoch and network"]
@@ -163,6 +208,8 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, help="of each stage; by default 12 for the LeNets, 4 for the ResNets")
     parser.add_argument("--together", type=int, default=0, help="so many ResNet-56 at once against one (CUDA)")
     parser.add_argument("--no-mps", action="store_true", help="with --together: let the processes take turns")
+    parser.add_argument("--matrix", type=int, nargs="+", metavar="BATCH", help="ResNet-56 at these batch sizes")
+    parser.add_argument("--images", type=int, default=CIFAR, help="with --matrix: fewer, scaled to all")
     chosen = parser.parse_args()
     if chosen.together and chosen.device != "cuda":
         parser.error("--together needs a GPU for the runs to share")
@@ -176,11 +223,16 @@ def main() -> None:
         write(chosen.out, record)
     if len(record) > 1:
         show("through `deephoyer run`", rows(record))
-    if chosen.together:
+    if chosen.together and not chosen.matrix:
         record["together"] = found = together(
             chosen.together, chosen.device, count or EPOCHS["resnet-56"], mps=not chosen.no_mps
         )
         show("a steady epoch of ResNet-56", together_rows(found), found["notes"])
+    if chosen.matrix:
+        at_once = (chosen.together or 4) if chosen.device == "cuda" else 0
+        options = (chosen.device, chosen.matrix, chosen.images, count or 3, at_once, not chosen.no_mps)
+        record["matrix"] = matrix(*options)
+        show("a steady epoch of ResNet-56", matrix_rows(record["matrix"], at_once), words=3)
     write(chosen.out, record)
 
 

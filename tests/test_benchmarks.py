@@ -72,6 +72,16 @@ def test_a_step_is_compared_with_the_bare_one(monkeypatch, capsys):
     assert all(f"step, {kind}" in out for kind in ("bare", "add_grad_", "autograd loop"))
 
 
+def test_epochs_by_batch_blocks_and_teacher_stand_in_one_table():
+    cases = [{"batch": 128, "blocks": "off", "teacher": False, "alone": 2.2}]
+    cases.append({"batch": 256, "blocks": "blocks", "teacher": True, "alone": 2.0, "at once, each": 0.75})
+    assert epochs.matrix_rows(cases, 4)[1:] == [
+        ["128", "eager", "none", "2.200 s", ""],
+        ["256", "compiled", "asked", "2.000 s", "0.750 s"],
+    ]
+    assert len(epochs.noise(50).train_y) == 50 and len(epochs.noise(50).test_y) == 10
+
+
 @pytest.mark.slow
 def test_a_sweep_is_timed_against_one_run():
     small = ["data={name: mnist, limit: 300}"]

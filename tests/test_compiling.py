@@ -10,6 +10,7 @@ from torch import nn
 import deephoyer as dh
 from deephoyer.lab import models, recipe
 from deephoyer.lab.data import DATASETS, Dataset
+from deephoyer.lab.runs import checkpoint
 from deephoyer.lab.train.compiling import Compiled, repeated
 from deephoyer.lab.train.run import Run
 
@@ -90,10 +91,14 @@ SMALL = [
 def test_a_run_with_compiled_blocks_is_the_run_without(tmp_path, monkeypatch):
     monkeypatch.setattr("deephoyer.lab.train.compiling.BACKEND", "aot_eager")
     monkeypatch.setitem(DATASETS._makers, "compiling-noise", noise)
+    teacher = tmp_path / "teacher.safetensors"
+    checkpoint.write_tensors(teacher, models.make("resnet-20").state_dict())
+    words = [f"distill={{teachers: [{{file: {teacher}, model: resnet-20}}]}}", "pretrain.epochs=1"]
     plain, compiled = (
-        Run(recipe.read("demo", [*SMALL, f"compile={choice}"]), tmp_path / choice).execute()
+        Run(recipe.read("demo", [*SMALL, *words, f"compile={choice}"]), tmp_path / choice).execute()
         for choice in ("off", "blocks")
     )
+    assert all(not compiled.model.state_dict()[name][~mask].any() for name, mask in compiled.masks.items())
     ours, theirs = compiled.model.state_dict(), plain.model.state_dict()
     assert list(ours) == list(theirs) == list(models.make("resnet-20").state_dict())
     for name, tensor in theirs.items():
