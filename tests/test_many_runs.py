@@ -12,7 +12,7 @@ import pytest
 import deephoyer as dh
 from deephoyer.lab import sweep
 from deephoyer.lab.fork_server import Forked, ForkServer
-from deephoyer.lab.processes import ListedMembers, Member, conduct
+from deephoyer.lab.processes import IMPORTS, ListedMembers, Member, Starter, conduct
 from deephoyer.lab.search import Axis, Search, goals
 
 QUICK = [
@@ -53,7 +53,7 @@ time.sleep(60)
 """
 
 
-@pytest.fixture(params=["forked", "by themselves"])
+@pytest.fixture(params=["forked", "kept", "by themselves"])
 def however_started(request, monkeypatch):
     if request.param == "by themselves":
         monkeypatch.setattr("deephoyer.lab.fork_server.can_run", lambda words: False)
@@ -67,7 +67,8 @@ def test_ctrl_c_is_told_to_all_members_before_any_is_waited_for(tmp_path, howeve
 
     team = [Member([], tmp_path / name) for name in "ab"]
     with pytest.raises(KeyboardInterrupt):
-        conduct([sys.executable, "-c", PATIENT], dict(os.environ), ListedMembers(team), 2, show)
+        words, keep = [sys.executable, "-c", PATIENT], however_started == "kept"
+        conduct(words, dict(os.environ), ListedMembers(team), 2, show, keep=keep)
     assert [m.process.returncode for m in team] == [0, 0]
 
 
@@ -106,7 +107,8 @@ def test_a_grid_that_makes_no_sense_is_refused_before_anything_runs(tmp_path, ax
 
 def test_a_member_that_was_killed_is_told_as_killed_and_by_what(tmp_path, however_started):
     team = [Member([], tmp_path / "a")]
-    conduct([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], dict(os.environ), ListedMembers(team), 1)
+    words, keep = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], however_started == "kept"
+    conduct(words, dict(os.environ), ListedMembers(team), 1, keep=keep)
     assert team[0].line() == "failed: killed by SIGKILL"
 
 
@@ -114,12 +116,13 @@ PARENT = """
 import os, sys
 from pathlib import Path
 from deephoyer.lab import fork_server
-if sys.argv[2] != "forked":
+if sys.argv[2] == "by themselves":
     fork_server.can_run = lambda words: False
 from deephoyer.lab.processes import ListedMembers, Member, conduct
 child = "import pathlib, sys, time; from deephoyer.lab.processes import end_with_parent; end_with_parent(); "
 child += "(pathlib.Path(sys.argv[-1]) / 'ready').touch(); time.sleep(60)"
-conduct([sys.executable, "-c", child], dict(os.environ), ListedMembers([Member([], Path(sys.argv[1]) / "child")]), 1)
+members = ListedMembers([Member([], Path(sys.argv[1]) / "child")])
+conduct([sys.executable, "-c", child], dict(os.environ), members, 1, keep=sys.argv[2] == "kept")
 """
 
 
@@ -131,7 +134,7 @@ def test_members_end_with_their_parent_however_it_ends(tmp_path, end, however_st
     children += [below for child in children for below in _children_of(child)]
     parent.send_signal(end)
     parent.wait()
-    assert len(children) == (2 if however_started == "forked" else 1)
+    assert len(children) == (1 if however_started == "by themselves" else 2)
     _until(lambda: not any(os.path.exists(f"/proc/{child}") for child in children))
 
 
@@ -162,6 +165,61 @@ def test_a_forked_program_has_its_own_arguments_output_input_and_session_as_one_
         if server is not None:
             server.close()
     assert said[0] == said[1] and "out ['a b', '--c']" in said[0] and "err True 1" in said[0]
+
+
+COUNTS = """
+import os, pathlib, sys
+from deephoyer.lab.processes import end_with_parent
+end_with_parent()
+count = sys.modules.setdefault("counted", [])
+count.append(1)
+print(os.getpid(), len(count), sys.argv[1])
+sys.exit({"fails": 3, "breaks": "broken"}.get(sys.argv[1], 0))
+"""
+
+
+def test_a_child_that_is_kept_runs_one_program_after_another_until_one_fails(tmp_path):
+    with Starter([sys.executable, "-c", COUNTS], dict(os.environ), keep=True) as start:
+        said, status = [], []
+        for i, word in enumerate(["a", "b", "fails", "c", "breaks", "d"]):
+            member = start(Member([word], tmp_path / f"{i}"))
+            status.append(member.process.wait())
+            member.process.stdin.close()  # as when it is polled: nobody else must take that for his own
+            member.log.close()
+            said.append((member.folder / "log.txt").read_text().split())
+    assert status == [0, 0, 3, 0, 1, 0]
+    assert [(int(s[1]), s[2]) for s in said] == [(1, "a"), (2, "b"), (3, "fails"), (1, "c"), (2, "breaks"), (1, "d")]
+    process = [s[0] for s in said]
+    assert len(set(process[:3])) == len(set(process[3:5])) == 1 and len(set(process)) == 3
+    assert said[4][3:] == ["broken"]
+
+
+def test_a_run_that_failed_after_another_is_retried_by_itself(tmp_path):
+    once = (
+        "import sys; count = sys.modules.setdefault('counted', []); count.append(1); sys.exit(len(count) > 1 and 'no')"
+    )
+    team = [Member([], tmp_path / name) for name in "ab"]
+    conduct([sys.executable, "-c", once], dict(os.environ), ListedMembers(team), 1, keep=True)
+    assert [(m.status, m.retried) for m in team] == [(0, False), (0, True)]
+    assert (tmp_path / "b" / "log.txt").read_text() == "no\n", "what it said first"
+
+
+def test_runs_of_a_process_that_is_kept_are_those_that_each_would_be_by_itself(tmp_path):
+    quick = [
+        *QUICK,
+        "method={name: l0, strength: 1.0}",
+        "regularize.strength=0",
+        "prune={rule: absolute, target: {density: 0.2}}",
+    ]
+    words = [sys.executable, "-m", "deephoyer", "run", "demo", *quick]
+    for keep in (True, False):
+        team = [Member([f"seed={seed}"], tmp_path / f"{keep}{seed}") for seed in (0, 1)][not keep :]
+        conduct(
+            words, dict(os.environ) | {"DEEPHOYER_UNTIMED": "1"}, ListedMembers(team), 1, imports=IMPORTS, keep=keep
+        )
+        assert {m.status for m in team} == {0} and not any(m.retried for m in team)
+    kept, fresh = ((tmp_path / name / "finetuned.safetensors").read_bytes() for name in ("True1", "False1"))
+    assert kept == fresh
 
 
 def test_a_run_that_nobody_times_has_all_but_the_times(tmp_path, monkeypatch):
@@ -201,11 +259,12 @@ def test_a_server_with_the_drivers_files_open_does_not_serve(tmp_path, monkeypat
 
 
 @pytest.mark.cuda
-def test_forked_members_train_on_the_gpu(tmp_path):
+@pytest.mark.parametrize("timed", [True, False], ids=["forked", "kept"])
+def test_forked_members_train_on_the_gpu(tmp_path, timed):
     quick = [*QUICK, "device=cuda"]
-    team = sweep.members("demo", quick, ["seed=0,1,2"], tmp_path)
-    sweep.run_all("demo", quick, team, 3, None)
-    assert [m.status for m in team] == [0, 0, 0] and not any(m.retried for m in team)
+    team = sweep.members("demo", quick, ["seed=0,1,2,3"], tmp_path)
+    sweep.run_queue(["demo", *quick], ListedMembers(team), 2, ["cuda"] * 2, timed=timed)
+    assert [m.status for m in team] == [0, 0, 0, 0] and not any(m.retried for m in team)
     assert all(isinstance(m.process, Forked) for m in team)
 
 

@@ -2,7 +2,8 @@
 
 Importing torch takes seconds of a core, which each of a thousand short runs would pay. The server pays once. It never
 touches a GPU, so that its children may; each has a session, a standard input and a log of its own, as if it had been
-started by itself. Which programs those are, and what is made of their ends, is for `processes.py`.
+started by itself. A child that is *kept* runs one program after another, as long as they end well: beginning with a
+GPU takes a second, too. Which programs those are, and what is made of their ends, is for `processes.py`.
 
 Linux alone: elsewhere a fork may not do what its parent has begun.
 """
@@ -10,6 +11,7 @@ Linux alone: elsewhere a fork may not do what its parent has begun.
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib
 import json
 import os
@@ -20,8 +22,9 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 MESSAGE = 1 << 17
 """Bytes that a request may have; Linux gives room for a little more."""
@@ -63,11 +66,12 @@ class ForkServer:
         self.gone = self.gone or not self._socket.recv(MESSAGE)
         return not self.gone
 
-    def start(self, words: list[str], log: IO[bytes]) -> Forked | None:
-        """Has a child run `python words`, its output in a log; None if the server is gone."""
+    def start(self, words: list[str], log: IO[bytes], keep: bool = False) -> Forked | None:
+        """Has a child run `python words`, its output in a log; None if the server is gone. With `keep` that is one that
+        is kept, if one is free."""
         reading, writing = os.pipe()
         self._started += 1
-        request = {"start": self._started, "words": words}
+        request = {"start": self._started, "words": words, "keep": keep}
         try:
             socket.send_fds(self._socket, [json.dumps(request).encode()], [reading, log.fileno()])
         except OSError:  # it is gone, or can't take that many words
@@ -75,7 +79,7 @@ class ForkServer:
             return None
         finally:
             os.close(reading)
-        return Forked(self, self._started, os.fdopen(writing, "wb", buffering=0))
+        return Forked(self, self._started, os.fdopen(writing, "wb", buffering=0), keep)
 
     def tell(self, **request: int) -> None:
         """Asks for something else; nobody hears it if the server is gone."""
@@ -112,8 +116,8 @@ class Forked:
     LOST = 1
     """The status of one whose server was killed: it is told to end, and how it ends is not known."""
 
-    def __init__(self, server: ForkServer, number: int, stdin: IO[bytes]):
-        self._server, self._number, self.stdin = server, number, stdin
+    def __init__(self, server: ForkServer, number: int, stdin: IO[bytes], kept: bool):
+        self._server, self._number, self.stdin, self.kept = server, number, stdin, kept
         self.returncode: int | None = None
 
     def poll(self, wait: bool = False) -> int | None:
@@ -137,7 +141,35 @@ class Forked:
 # The server's side
 
 
-def serve(control: socket.socket, imports: Sequence[str]) -> list[str] | None:
+@dataclass
+class Child:
+    """A process of the server's; `number` is of the program that it runs now, `line` leads to one that is kept."""
+
+    number: int | None
+    line: socket.socket | None = None
+
+    def take(self, message: bytes, descriptors: list[int], number: int) -> bool:
+        """Gives a free child that is kept its next program; False if it can't have it."""
+        if self.number is not None or self.line is None:
+            return False
+        try:
+            socket.send_fds(self.line, [message], descriptors)
+        except OSError:  # it has just ended
+            return False
+        self.number = number
+        return True
+
+
+@dataclass
+class Program:
+    """What a child has to run first; one that is kept hears on `line` of the next."""
+
+    words: list[str]
+    number: int
+    line: socket.socket | None
+
+
+def serve(control: socket.socket, imports: Sequence[str]) -> Program | None:
     """Forks until the other end is closed. Returns once in the server, and in each child with what it has to run."""
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # for children: kept until they can listen
     for module, _, function in (name.partition(":") for name in imports):
@@ -150,31 +182,41 @@ def serve(control: socket.socket, imports: Sequence[str]) -> list[str] | None:
     os.set_blocking(wake, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake)
-    children: dict[int, int] = {}
+    children: dict[int, Child] = {}
     try:
         control.send(b"{}")
         while True:
-            ready, _, _ = select.select([control.fileno(), woken], [], [])
+            lines = {child.line.fileno(): child for child in children.values() if child.line is not None}
+            ready, _, _ = select.select([control.fileno(), woken, *lines], [], [])
+            for child in (lines[place] for place in ready if place in lines):
+                _relay(control, child)
             if woken in ready:
                 os.read(woken, 4096)
                 _tell_ends(control, children)
-            if control.fileno() in ready:
-                message, descriptors, _, _ = socket.recv_fds(control, MESSAGE, 2)
-                if not message:
-                    return None
-                request = json.loads(message)
-                if "signal" in request:
-                    for process in [p for p, number in children.items() if number == request["to"]]:
-                        os.kill(process, request["signal"])
-                    continue
+            if control.fileno() not in ready:
+                continue
+            message, descriptors, _, _ = socket.recv_fds(control, MESSAGE, 2)
+            if not message:
+                return None
+            request = json.loads(message)
+            if "signal" in request:
+                for process in [p for p, child in children.items() if child.number == request["to"]]:
+                    os.kill(process, request["signal"])
+                continue
+            number, keep = request["start"], request["keep"]
+            if not (keep and any(child.take(message, descriptors, number) for child in children.values())):
+                ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) if keep else (None, None)
                 process = os.fork()
                 if process == 0:
-                    _become_a_program(descriptors, [control.detach(), woken, wake])
-                    words: list[str] = request["words"]
-                    return words
-                children[process] = request["start"]
-                for descriptor in descriptors:
-                    os.close(descriptor)
+                    used = [child.line for child in children.values()]
+                    servers = [line.detach() for line in (control, ours, *used) if line is not None]
+                    _become_a_program(descriptors, [*servers, woken, wake])
+                    return Program(request["words"], number, theirs)
+                children[process] = Child(number, ours)
+                if theirs is not None:
+                    theirs.close()
+            for descriptor in descriptors:
+                os.close(descriptor)
     except ConnectionError:
         return None
 
@@ -185,54 +227,122 @@ def _has_touched_a_gpu() -> bool:
     return any(os.path.realpath(path).startswith("/dev/nvidia") for path in opened)
 
 
-def _tell_ends(control: socket.socket, children: dict[int, int]) -> None:
+def _relay(control: socket.socket, child: Child) -> None:
+    """Passes on that a child which is kept has ended a program; it is free then, or about to end itself."""
+    assert child.line is not None
+    try:
+        told = child.line.recv(MESSAGE)
+    except ConnectionError:
+        told = b""
+    if told:
+        child.number = None
+        control.send(told)
+    else:
+        child.line.close()
+        child.line = None
+
+
+def _tell_ends(control: socket.socket, children: dict[int, Child]) -> None:
     while children:
         process, status = os.waitpid(-1, os.WNOHANG)
         if not process:
             return
-        end: dict[str, Any] = {"ended": children.pop(process), "status": os.waitstatus_to_exitcode(status)}
-        control.send(json.dumps(end).encode())
+        child = children.pop(process)
+        if child.line is not None:  # its last word may not have been heard yet
+            _relay(control, child)
+        if child.line is not None:
+            child.line.close()
+        if child.number is not None:
+            control.send(_end(child.number, os.waitstatus_to_exitcode(status)))
+
+
+def _end(number: int, status: int) -> bytes:
+    return json.dumps({"ended": number, "status": status}).encode()
+
+
+# A child's side
 
 
 def _become_a_program(descriptors: list[int], servers: list[int]) -> None:
-    """In a child: nothing of the server's is left, standard input, output and errors are its own."""
+    """Nothing of the server's is left, standard input, output and errors are its own."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.setsid()
-    stdin, log = descriptors
-    for place, descriptor in ((0, stdin), (1, log), (2, log)):
-        os.dup2(descriptor, place)
-    for descriptor in (*descriptors, *servers):
+    _take_over(descriptors)
+    for descriptor in servers:
         os.close(descriptor)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
 
-def run_python(words: list[str]) -> None:
-    """What `python words` does, for -m and -c."""
+def _take_over(descriptors: list[int]) -> None:
+    stdin, log = descriptors
+    for place, descriptor in ((0, stdin), (1, log), (2, log)):
+        os.dup2(descriptor, place)
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def run_all(program: Program) -> int:
+    """Runs a program and, of a child that is kept, those that follow it; gives the status of the last."""
+    while True:
+        status = run_python(program.words)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if status or program.line is None:
+            return status
+        _let_go()
+        program.line.send(_end(program.number, status))
+        message, descriptors, _, _ = socket.recv_fds(program.line, MESSAGE, 2)
+        if not message:
+            return 0
+        _take_over(descriptors)
+        request = json.loads(message)
+        program = Program(request["words"], request["start"], program.line)
+
+
+def _let_go() -> None:
+    """Between two programs: of the one that has ended neither its log nor its memory is held."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for place in (0, 1, 2):
+        os.dup2(nothing, place)
+    os.close(nothing)
+    gc.collect()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def run_python(words: list[str]) -> int:
+    """What `python words` does, for -m and -c; its status, if that is no error of Python's."""
     kind, program, *rest = words
     sys.argv = [kind if kind == "-c" else program, *rest]
-    if kind == "-m":
-        runpy.run_module(program, run_name="__main__", alter_sys=True)
-    else:
-        exec(compile(program, "<string>", "exec"), {"__name__": "__main__"})
+    try:
+        if kind == "-m":
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
+        else:
+            exec(compile(program, "<string>", "exec"), {"__name__": "__main__"})
+    except SystemExit as end:
+        if not isinstance(end.code, int | None):
+            raise
+        return (end.code or 0) & 0xFF
+    return 0
 
 
-if __name__ == "__main__":
+def main() -> None:
     try:
         program = serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])
     except KeyboardInterrupt:  # in a child, before it has begun
         raise SystemExit(130) from None
     if program is not None:
         try:
-            run_python(program)
-            status: Any = 0
-        except SystemExit as end:
-            status = end.code or 0
-            if not isinstance(status, int):
-                raise
+            status = run_all(program)
+        except ConnectionError:  # the server is gone
+            status = 0
         # Not by way of Python's own end, in which a second goes by over what was imported.
         atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status & 0xFF)
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    main()

@@ -82,6 +82,11 @@ class Member:
         words = _text(self.folder / "log.txt")
         return ended and not self.retried and any(trouble in words for trouble in GPU_TROUBLES)
 
+    def failed_after_another(self) -> bool:
+        """Whether it was an error, for the first time, in a process that may have done other runs before."""
+        kept = isinstance(self.process, Forked) and self.process.kept
+        return kept and not self.retried and self.status in (1, -signal.SIGABRT, -signal.SIGSEGV)
+
     def again(self) -> Member:
         self.process, self.status, self.retried = None, None, True
         return self
@@ -134,15 +139,17 @@ def conduct(
     show: Callable[[Sequence[Member]], None] | None = None,
     say: Callable[[str], None] = lambda text: None,
     imports: Sequence[str] = (),
+    keep: bool = False,
 ) -> None:
     """Runs what the queue gives, `jobs` at a time, as `words` + overrides + `--out FOLDER`.
 
-    Where it can be, they are forked from a process that has the `imports` already (`fork_server.py`).
+    Where it can be, they are forked from a process that has the `imports` already (`fork_server.py`), with `keep` one
+    after another in processes that go on.
     Ctrl-C and SIGTERM stop the children first; they also end by themselves if this process is killed outright.
     """
     busy, faulted = list[Member](), list[Member]()
     told = time.monotonic()
-    with _sigterm_raises(), Starter(words, environment, imports) as start:
+    with _sigterm_raises(), Starter(words, environment, imports, keep) as start:
         try:
             while queue.open() or busy or faulted:
                 while len(busy) < jobs and (member := queue.next()) is not None:
@@ -156,7 +163,10 @@ def conduct(
                     if not _poll(member):
                         continue
                     busy.remove(member)
-                    if jobs > 1 and member.failed_on_gpu():
+                    if member.failed_after_another():
+                        busy.append(start(member.again()))
+                        say(f"failed after another run, retried by itself: {member.title}")
+                    elif jobs > 1 and member.failed_on_gpu():
                         faulted.append(member)
                         say(f"failed on the GPU, retried later: {member.title}")
                     else:
@@ -180,8 +190,9 @@ def conduct(
 class Starter:
     """Starts members: forked from a server where that goes, each by itself elsewhere and when it is retried."""
 
-    def __init__(self, words: list[str], environment: dict[str, str], imports: Sequence[str] = ()):
-        self.words, self.environment, self.imports = words, environment | {END_WITH_STDIN: "1"}, imports
+    def __init__(self, words: list[str], environment: dict[str, str], imports: Sequence[str] = (), keep: bool = False):
+        self.words, self.environment = words, environment | {END_WITH_STDIN: "1"}
+        self.imports, self.keep = imports, keep
         self.server: ForkServer | None = None
 
     def __enter__(self) -> Starter:
@@ -199,7 +210,7 @@ class Starter:
             if self.server is None:
                 self.server = ForkServer(self.environment, self.imports)
                 self.server.ready()
-            forked = None if self.server.gone else self.server.start(words[1:], member.log)
+            forked = None if self.server.gone else self.server.start(words[1:], member.log, self.keep)
         member.process = forked or subprocess.Popen(
             words,
             env=self.environment,
@@ -266,13 +277,16 @@ def end_with_parent() -> None:
     # A shell that starts its commands in the background has them ignore Ctrl-C, by which members are stopped.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+    mine = os.fstat(0)
+
     def watch() -> None:
         try:
             while os.read(0, 1):
                 pass
         except OSError:
             pass
-        os.kill(os.getpid(), signal.SIGINT)
+        if os.path.samestat(mine, os.fstat(0)):  # else this run is over, and its process has gone on to another
+            os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=watch, daemon=True).start()
 

@@ -70,7 +70,8 @@ def run_queue(
     timed: bool = True,
 ) -> None:
     """Conducts a queue of runs that all begin with these words; several on one GPU share it. Unless they are to be
-    `timed`, runs leave out the seconds in which the final network's speed is measured."""
+    `timed`, runs leave out the seconds in which the final network's speed is measured, and follow each other in
+    processes that go on, which spares each the second in which a GPU is begun with."""
     from deephoyer.lab.train import gpu_sharing
 
     with ExitStack() as shared:
@@ -81,7 +82,7 @@ def run_queue(
             environment |= shared.enter_context(gpu_sharing.mps(say, crowd)) if mps else {}
         if show is not None:  # a live table says it all
             say = _nothing
-        conduct([*program, "run", *words], environment, queue, jobs, show, say, _imports(words))
+        conduct([*program, "run", *words], environment, queue, jobs, show, say, _imports(words), not timed)
 
 
 def _nothing(text: str) -> None:
