@@ -6,7 +6,8 @@
 
 Runs lie in `runs/` and are ordinary ones. When `--seconds` are over they are stopped, and the same command goes on with
 them: on the same machine as it is, on another one after `cat home/runs-* | tar xz`. `--publish` writes records of
-finished runs meanwhile, weights of one seed a row. `--scale 0.5` halves all epochs. Items, in order:
+finished runs, weights of one seed a row, and times them on this CPU: with `--jobs 0`, afterwards, where it is quiet.
+`--rates` times 256 images on the GPU, compiled, at the end. `--scale 0.5` halves all epochs. Items, in order:
 
 points    1.9, 2.1 and 2.6 times fewer MACs, each seed from its own dense network, which had as many epochs and the same
           teacher; one regularized network a seed for all three
@@ -26,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from measuring import machine, show, words, write
-from runs_in_time import Job, Records, at_once, once, pack_jobs, plan_rows, scaled
+from runs_in_time import Job, Records, at_once, once, pack_jobs, plan_rows, rates, scaled
 
 PACE = {"resnet-56": 1.1, "resnet-110": 2.2}
 """Seconds an epoch on an H200, of four at once one after the other."""
@@ -212,11 +213,12 @@ def main() -> None:
     parser.add_argument("--networks", nargs="+", choices=list(PACE), default=list(PACE))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--seconds", type=float, default=1e9, help="stop after these; the same command goes on")
-    parser.add_argument("--jobs", type=int, default=4, help="runs at once")
+    parser.add_argument("--jobs", type=int, default=4, help="runs at once; 0 publishes and packs what is there")
     parser.add_argument("--no-mps", action="store_true", help="let them take turns on a GPU")
     parser.add_argument("--scale", type=float, default=1.0, help="multiplies all epochs")
     parser.add_argument("--publish", type=Path, help="write records into this folder")
     parser.add_argument("--pack", type=Path, help="a folder for what another machine needs to go on")
+    parser.add_argument("--rates", action="store_true", help="time the finished networks at the end")
     parser.add_argument("--plan", action="store_true", help="say what there is to do, and do none of it")
     parser.add_argument("changes", nargs="*", help="overrides for all runs, as of `deephoyer run`")
     chosen = parser.parse_args()
@@ -232,8 +234,15 @@ def main() -> None:
     print("\n".join(f"not yet: {one}" for one in left))
     if chosen.pack is not None:
         print("\n".join(pack_jobs(jobs, chosen.pack)))
+    found = {}
+    for network in chosen.networks if chosen.rates else ():
+        small = [job for job in jobs if job.network == network and job.record and job.recipe.prune and job.is_row]
+        found[network] = rates(small, (256, 3, 32, 32), chosen.device)
+        for name, rate in found[network].items():
+            print(f"{network}: {name}: {rate / found[network]['dense']:.2f} × the dense one's images a second")
     table = rows(jobs)
-    write(chosen.out, {"machine": machine(chosen.device), "titles": table[0], "rows": table[1:], "left": left})
+    record = {"machine": machine(chosen.device), "titles": table[0], "rows": table[1:], "rates": found, "left": left}
+    write(chosen.out, record)
 
 
 if __name__ == "__main__":

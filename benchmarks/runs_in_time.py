@@ -25,9 +25,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from deephoyer.errors import UserError
+from deephoyer.export import load
 from deephoyer.files import folder_at, write_atomically
-from deephoyer.lab import recipe, sweep
+from deephoyer.lab import models, recipe, sweep
 from deephoyer.lab.processes import DEEPHOYER, Member, Queue
 from deephoyer.lab.recipe import Command
 from deephoyer.lab.runs import checkpoint
@@ -37,6 +40,7 @@ from deephoyer.lab.schema import STAGES, Recipe, is_file
 from deephoyer.lab.stages import Training
 from deephoyer.lab.train.result import COMPACT, finish, recorded
 from deephoyer.lab.train.run import Run
+from deephoyer.latency import measure as measure_latency
 
 PART, MOST = 15 * 2**20, 60 * 2**20
 """Bytes of each file that `pack` writes, and of all."""
@@ -305,11 +309,15 @@ def at_once(
     mps: bool = True,
     say: Callable[[str], None] = print,
 ) -> list[str]:
-    """`count` of them at a time, until all are done or the time is up; what is left, a line each."""
+    """`count` of them at a time, until all are done or the time is up; what is left, a line each.
+
+    Of several at once none times its network, for the others would be in the way: that is for who publishes them.
+    """
     queue = InOrder(jobs, time.monotonic() + seconds, records)
     devices = [job.recipe.device for job in queue.jobs]
     with suppress(TimeIsUp):
-        sweep.run_queue([], queue, count, devices, mps=mps, say=say)
+        if count:
+            sweep.run_queue([], queue, count, devices, mps=mps, say=say, timed=count == 1)
     records.finish(queue.until)
     for job in queue.jobs:
         if job.done():
@@ -318,6 +326,23 @@ def at_once(
 
 
 # What a list comes to, told before and after
+
+
+def rates(jobs: Sequence[Job], images: tuple[int, ...], device: str) -> dict[str, float]:
+    """Images a second of the dense network and of what these runs of it ended with, in turns.
+
+    On a GPU compiled, in bfloat16 and channels last; nothing else should run there.
+    """
+    if not jobs:
+        return {}
+    of, fast = jobs[0].recipe.model, device == "cuda"
+    networks = [models.of(of), *(load(job.folder / COMPACT, models.of(of)) for job in jobs)]
+    layout = {"dtype": torch.bfloat16 if fast else torch.float32, "memory_format": torch.channels_last}
+    networks = [network.eval().to(device, **layout) for network in networks]
+    example = torch.randn(*images).to(device, **layout)
+    times = measure_latency(networks, example, [images[0]], seconds=3.0, mode="compiled" if fast else "eager")
+    names = ["dense", *(job.title for job in jobs)]
+    return {name: images[0] / taken[0].median_ms * 1e3 for name, taken in zip(names, times, strict=True)}
 
 
 def plan_rows(jobs: Sequence[Job], pace: Mapping[str, float], items: Mapping[str, Sequence[Job]]) -> list[list[str]]:

@@ -18,12 +18,8 @@ from pathlib import Path
 
 import torch
 
-from deephoyer.export import load
-from deephoyer.lab import models
-from deephoyer.lab.train.result import COMPACT
-from deephoyer.latency import measure as measure_latency
 from measuring import machine, show, words, write
-from runs_in_time import Job, Records, in_this_process, scaled
+from runs_in_time import Job, Records, in_this_process, rates, scaled
 
 SECONDS_AN_EPOCH = {"resnet-50": 7.5, "alexnet": 3.5}
 """A guess, until an epoch has been seen."""
@@ -124,22 +120,6 @@ class Plan:
                     yield self.job(name, f"{method}, to {aim}", f"{1 / share:.0f} ×", base, *words)
 
 
-def rates(jobs: Sequence[Job], size: int, batch: int, device: str) -> dict[str, float]:
-    """Images a second of the dense network and of those with widths in multiples, compiled, in bfloat16, in turns."""
-    small = [job for job in jobs if job.record and "multiples" in job.method]
-    if not small:
-        return {}
-    of = small[0].recipe.model
-    dense, where = models.of(of), torch.device(device)
-    networks = [dense, *(load(job.folder / COMPACT, models.of(of)) for job in small)]
-    networks = [n.eval().to(where, torch.bfloat16).to(memory_format=torch.channels_last) for n in networks]
-    example = torch.randn(batch, 3, size, size, device=where, dtype=torch.bfloat16)
-    example = example.to(memory_format=torch.channels_last)
-    times = measure_latency(networks, example, [batch], seconds=3.0, mode="compiled" if device == "cuda" else "eager")
-    names = ["dense", *(f"{job.method} {job.aim}" for job in small)]
-    return {name: batch / taken[0].median_ms * 1e3 for name, taken in zip(names, times, strict=True)}
-
-
 def rows(jobs: Sequence[Job]) -> list[list[str]]:
     titles = [
         "network",
@@ -191,7 +171,8 @@ def main() -> None:
     jobs = [*resnet, *(plan.alexnet() if chosen.network != "resnet-50" else ())]
     left = in_this_process(jobs, chosen.seconds, Records(chosen.publish), SECONDS_AN_EPOCH, AROUND)
     show("Tiny-ImageNet, 100 classes", rows(jobs), words=3)
-    inference = rates(jobs, chosen.size, chosen.batch, chosen.device) if chosen.rates else {}
+    in_blocks = [job for job in jobs if job.record and "multiples" in job.method] if chosen.rates else []
+    inference = rates(in_blocks, (chosen.batch, 3, chosen.size, chosen.size), chosen.device)
     for name, rate in inference.items():
         print(f"{name}: {rate:,.0f} images a second ({chosen.size} px, batch {chosen.batch})")
     print("\n".join(f"not yet: {one}" for one in left))

@@ -203,8 +203,9 @@ def test_words_that_name_a_file_of_this_machine_are_refused(runs, tmp_path):
         publish.publish(odd, tmp_path / "results")
 
 
-def test_a_record_of_the_last_epoch_has_the_best_one_beside_it(tmp_path, monkeypatch):
+def test_a_record_of_the_last_epoch_has_the_best_one_beside_it_and_times_of_an_untimed_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DEEPHOYER_UNTIMED", "1")
     run("paper/lenet-300-100", Path("runs/last"), "epoch_selection=last", *ONCE, "finetune.epochs=3")
     lines = [line for line in RunFolder("runs/last").metrics() if line["stage"] == "finetune"]
     made = publish.publish("runs/last", tmp_path / "results")
@@ -212,6 +213,7 @@ def test_a_record_of_the_last_epoch_has_the_best_one_beside_it(tmp_path, monkeyp
     assert made.measured.accuracy == pytest.approx(lines[-1]["test"], abs=4e-4)
     assert made.best_test_epoch == pytest.approx(max(line["test"] for line in lines), abs=1e-5)
     assert made.model_copy(update={"protocol": "test-best"}).best_test_epoch is None
+    assert [(t.device, t.batch) for t in made.latency] == [("cpu", 1), ("cpu", 64), ("cpu", 256)]
 
 
 def test_a_held_out_run_with_teachers_selected_on_test_images_is_not_published(tmp_path, monkeypatch):

@@ -24,6 +24,8 @@ from deephoyer.latency import Latency
 from deephoyer.latency import measure as measure_latency
 from deephoyer.structure import compact
 
+BATCHES = (1, 64, 256)
+"""Those that a run which was not timed is timed at."""
 BATCH = 200  # what a convolution's output of this many images takes fits into a core's cache
 LARGE = 50  # of larger ones
 
@@ -77,14 +79,16 @@ def _source(settings: str) -> Source:
 
 
 def timings(summary: Mapping[str, Any], small: nn.Module, dense: nn.Module, example: Tensor) -> tuple[Timing, ...]:
-    """Milliseconds a batch of the compacted and the dense network: from where the run was, and from this CPU."""
+    """Milliseconds a batch of the compacted and the dense network: from where the run was timed, and from this CPU."""
     own, where = summary["compact"], summary["environment"]
     fast, slow = ([Latency(**item) for item in part["latency"]] for part in (own, own["baseline"]))
-    if where["device"] == own["device"] == "cpu":
+    if fast and where["device"] == own["device"] == "cpu":
         return _paired("cpu", where["threads"], slow, fast)
-    here = measure_latency([small, dense], example, [item.batch for item in fast])
+    here = measure_latency([small, dense], example, [item.batch for item in fast] or BATCHES)
     on_cpu = _paired("cpu", torch.get_num_threads(), here[1], here[0])
-    if torch.device(own["device"]).type != where["device"]:  # trained there, but finished and timed elsewhere
+    if (
+        not fast or torch.device(own["device"]).type != where["device"]
+    ):  # trained there, but finished and timed elsewhere
         return on_cpu
     return _paired(where["device"], where["device_name"], slow, fast) + on_cpu
 
