@@ -126,6 +126,29 @@ def test_while_all_wait_the_networks_are_trained_that_the_fresh_seeds_start_from
     assert all("regularize=null" in m.overrides for m in started[:-1])
 
 
+def test_what_fails_for_a_reason_is_not_tried_again_and_what_met_an_accident_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    first = Comparison("lenet-300-100", only=["random"])
+    for status, said in ((2, "prune.target: out of reach"), (1, "CUDA error")):
+        member = first.next()
+        member.folder.mkdir(parents=True)
+        (member.folder / "log.txt").write_text(said)
+        member.status = status
+        first.ended(member)
+    again = Comparison("lenet-300-100", only=["random"])
+    seeds = {job.seed: again.failure(job) for job in again.jobs()}
+    assert seeds == {0: "prune.target: out of reach", 1: None, 2: None}
+    assert again.next().overrides[-1] == "seed=1"
+
+
+def test_after_its_minutes_a_comparison_starts_no_more_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert Comparison("lenet-300-100", minutes=5).next() is not None
+    over = Comparison("lenet-300-100", minutes=0)
+    assert over.next() is None and not over.open()
+    assert over.content()["outcomes"] == []
+
+
 def test_the_setting_with_the_best_mean_on_held_out_images_is_chosen_for_each_size():
     best = {0.03: 1e-4, 0.0173: 2e-4, 0.01: 4e-4}
     found = Told("lenet-300-100", lambda job: 0.9 - abs(job.value - best[job.size]) - 1e-4 * job.seed, only=["l1"])

@@ -15,6 +15,7 @@ import json
 import math
 import shlex
 import statistics
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from deephoyer.errors import UserError, unknown
-from deephoyer.files import plain_file
+from deephoyer.files import plain_file, write_atomically
 from deephoyer.lab import bounded_yaml
 from deephoyer.lab import recipe as recipes
 from deephoyer.lab.processes import Member, Queue
@@ -34,6 +35,8 @@ from deephoyer.lab.search import MEASURES
 
 FOLDER = Path(__file__).parent / "comparisons"
 FORMAT = "deephoyer-comparison-1"
+FAILED = "failed.json"
+"""Why a run can't be done, in its folder; without this file it is tried again."""
 TOLERANCE = 0.01
 """How far from the size asked for a network may be, as a share of it."""
 
@@ -190,7 +193,9 @@ def read(name: str) -> Protocol:
 class Comparison(Queue):
     """A queue of runs for `processes.conduct`: what is needed follows from what is there."""
 
-    def __init__(self, name: str, overrides: Sequence[str] = (), only: Sequence[str] = ()):
+    def __init__(
+        self, name: str, overrides: Sequence[str] = (), only: Sequence[str] = (), minutes: float | None = None
+    ):
         self.name, self.protocol = Path(name).stem, read(name)
         typed = {word.partition("=")[0] for word in overrides}
         epochs = (word for word in self.protocol.epochs.words() if word.partition("=")[0] not in typed)
@@ -213,6 +218,7 @@ class Comparison(Queue):
         for method, entry in self.methods.items():  # a slip shows before anything starts
             for words in self.chain(Job(method, entry.values[0], 0, self.protocol.sizes[0])):
                 self._read(words)
+        self._until = math.inf if minutes is None else time.monotonic() + 60 * minutes
         self._busy: set[Path] = set()
         self._failed: dict[Path, str] = {}
         self._outcomes: dict[Job, ComparedRun] = {}
@@ -370,6 +376,8 @@ class Comparison(Queue):
         """Looked up once; what ends after that is told to `ended`."""
         if folder not in self._done:
             self._done[folder] = (folder / "summary.json").exists()
+            if not self._done[folder] and (folder / FAILED).exists():
+                self._failed[folder] = _json(folder / FAILED)
         return self._done[folder]
 
     def _measured(self, job: Job, chain: list[tuple[str, ...]]) -> ComparedRun:
@@ -394,7 +402,10 @@ class Comparison(Queue):
 
     def failure(self, job: Job) -> str | None:
         """Why a job can't be done: what the run said that failed on the way to it."""
-        return next((self._failed[f] for f in map(self.folder, self.chain(job)) if f in self._failed), None)
+        for folder in map(self.folder, self.chain(job)):
+            if not self._is_done(folder) and folder in self._failed:
+                return self._failed[folder]
+        return None
 
     def _settled(self, job: Job) -> bool:
         return self.outcome(job) is not None or self.failure(job) is not None
@@ -415,7 +426,7 @@ class Comparison(Queue):
     # The queue
 
     def next(self) -> Member | None:
-        for job in self.jobs():
+        for job in self.jobs() if time.monotonic() < self._until else ():
             if self._settled(job):
                 continue
             words = next(words for words in self.chain(job) if not self._is_done(self.folder(words)))
@@ -423,7 +434,12 @@ class Comparison(Queue):
                 return self._member(words)
         for words in map(self._dense, self._fresh()):  # while all wait: what the chosen settings will start from
             folder = self.folder(words)
-            if not self._is_done(folder) and folder not in self._busy and folder not in self._failed:
+            if (
+                time.monotonic() < self._until
+                and not self._is_done(folder)
+                and folder not in self._busy
+                and folder not in self._failed
+            ):
                 return self._member(words)
         return None
 
@@ -432,13 +448,15 @@ class Comparison(Queue):
         return Member(list(words), self.folder(words))
 
     def open(self) -> bool:
-        return any(not self._settled(job) for job in self.jobs())
+        return time.monotonic() < self._until and any(not self._settled(job) for job in self.jobs())
 
     def ended(self, member: Member) -> None:
         self._busy.discard(member.folder)
         self._done[member.folder] = member.result() is not None
         if not self._done[member.folder]:
-            self._failed[member.folder] = member.log_tail()
+            self._failed[member.folder] = why = member.log_tail()
+            if member.status == 2:  # no accident: it would fail again
+                write_atomically(member.folder / FAILED, json.dumps(why).encode())
 
     def interrupted(self, member: Member) -> None:
         self._busy.discard(member.folder)

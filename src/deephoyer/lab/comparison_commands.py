@@ -21,6 +21,9 @@ def compare(
     only: Annotated[list[str] | None, typer.Option("--only", help="a method of it; may be repeated")] = None,
     jobs: Jobs = 0,
     mps: Mps = True,
+    minutes: Annotated[
+        float | None, typer.Option(min=0, help="start no run after that; what is there by then makes the table")
+    ] = None,
     plan: Annotated[bool, typer.Option("--plan", help="say how many runs and epochs there are, and run none")] = False,
     seconds_an_epoch: Annotated[
         float, typer.Option(min=0, help="of one network, of all at once their share; for --plan to say how long")
@@ -37,7 +40,7 @@ def compare(
     if name == "all":
         _write_page()
         return
-    found = Comparison(name, overrides or [], only or [])
+    found = Comparison(name, overrides or [], only or [], minutes)
     runs, done = found.cost()
     left = sum(epochs for folder, epochs in runs.items() if folder not in done)
     hours = (left * seconds_an_epoch + (len(runs) - len(done)) * seconds_a_run) / 3600
