@@ -133,11 +133,12 @@ def _detector(name: str) -> nn.Module:
 
 def _detection(name: str) -> Built:
     model: Any = _detector(name)
-    if hasattr(model, "score_thresh"):
-        model.score_thresh = 0.0  # or random weights find nothing that could be compared
+    for part in (model, getattr(model, "roi_heads", None)):
+        if hasattr(part, "score_thresh"):
+            part.score_thresh = 0.0  # or random weights find nothing that could be compared
     if model.transform.fixed_size is None:
         model.transform.min_size = (LARGE_IMAGE,)  # instead of 800, which takes minutes
-    return model, ([torch.rand(3, LARGE_IMAGE, LARGE_IMAGE)],)
+    return model, ([torch.randn(3, LARGE_IMAGE, LARGE_IMAGE)],)
 
 
 def _backbone(name: str) -> Built:
@@ -240,9 +241,7 @@ def _hf(name: str) -> Built:
         "qwen3": lambda: (t.Qwen3ForCausalLM(t.Qwen3Config(**decoder, head_dim=16)), text),
         "phi3-fused-qkv": lambda: (t.Phi3ForCausalLM(t.Phi3Config(**decoder)), text),
         "mixtral-moe": lambda: (
-            t.MixtralForCausalLM(
-                t.MixtralConfig(**decoder, num_local_experts=4, num_experts_per_tok=2, experts_implementation="eager")
-            ),
+            t.MixtralForCausalLM(t.MixtralConfig(**decoder, num_local_experts=4, num_experts_per_tok=2)),
             text,
         ),
         "t5": lambda: (t.T5ForConditionalGeneration(t5()), {**text, "decoder_input_ids": _ids(length=6)}),

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.testing import assert_close
 
 from deephoyer.errors import UserError
 from deephoyer.groups import SliceUnit
@@ -205,10 +206,31 @@ def test_what_a_module_that_branches_on_values_sees_stays_and_the_rest_can_go():
     assert "module '1' (Branch)" in reasons(net, torch.randn(2, 3))["0"]
 
 
-def test_a_model_that_branches_on_values_itself_is_refused():
-    net = Net(lambda m, x: m.a(x) if x.sum() > 0 else -m.a(x), a=nn.Linear(3, 4))
-    with pytest.raises(CannotFollow, match=r"the model itself \(Net\) takes a value"):
-        Coupled(net, torch.randn(2, 3))
+def test_of_a_model_that_branches_on_values_itself_what_lies_within_its_modules_can_go():
+    inner = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4))
+    net = Net(lambda m, x: m.b(m.a(x)) if x.sum() > 0 else -m.c(m.a(x)), a=nn.Linear(3, 4), b=inner, c=nn.Linear(4, 4))
+    x = torch.ones(2, 3)
+    assert list(units(net, x)) == ["b.0"]
+    assert "the model itself (Net) decides by the values" in reasons(net, x)["a"]
+    net.b[2].weight.data[:, :2], net.a.weight.data[0], net.a.bias.data[0] = 0, 0, 0
+    small = compact(net, x)
+    assert small.b[0].out_features == 4 and small.a.out_features == 4
+    assert_close(small(-x), net(-x))
+    flat = Net(lambda m, x: m.b(m.a(x)) if x.sum() > 0 else -m.a(x), a=nn.Linear(3, 4), b=nn.Linear(4, 4))
+    with pytest.raises(UserError, match=r"because the model itself \(Net\) decides by the values of a tensor"):
+        Coupled(flat, x).units()
+
+
+def test_a_head_to_which_nothing_comes_for_the_examples_stays_whole():
+    head = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 5))
+    net = Net(lambda m, x: (m.c(m.a(x)), m.b(m.a(x)[x[:, 0] > 9])), a=nn.Linear(3, 4), b=head, c=nn.Linear(4, 1))
+    assert "nothing comes to module 'b.2' (Linear) for these examples" in reasons(net, torch.randn(2, 3)).values()
+    assert not any(
+        name.startswith("b.")
+        for unit in Coupled(net, torch.randn(2, 3)).sets
+        if not unit.reason
+        for name in unit.layers
+    )
 
 
 def test_a_model_that_does_not_fit_its_inputs_names_the_module():

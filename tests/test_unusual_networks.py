@@ -201,6 +201,57 @@ def test_of_a_detector_that_finds_nothing_in_the_examples_what_its_layers_give_i
         same(net, small, x)
 
 
+class Experts(nn.Module):
+    """Each row goes to the expert that a router chooses: matrices picked by number, or in one grouped product."""
+
+    def __init__(self, grouped):
+        super().__init__()
+        self.grouped = grouped
+        self.router = nn.Linear(16, 3)
+        self.up, self.down = nn.Parameter(torch.randn(3, 16, 16)), nn.Parameter(torch.randn(3, 4, 16))
+
+    def forward(self, x):
+        ids = self.router(x).argmax(-1)
+        if not self.grouped:
+            return torch.bmm(self.down[ids], F.silu(torch.bmm(self.up[ids], x.unsqueeze(-1)))).squeeze(-1)
+        ids, order = ids.sort()
+        ends = torch.bincount(ids, minlength=3).cumsum(0).int()
+        h = F.silu(torch._grouped_mm(x[order], self.up.transpose(1, 2), offs=ends))
+        return torch._grouped_mm(h, self.down.transpose(1, 2), offs=ends)[order.argsort()]
+
+
+@pytest.mark.parametrize("grouped", [False, True], ids=["picked", "grouped"])
+def test_the_same_neuron_of_all_experts_goes(grouped):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(5, 16), nn.ReLU(), Experts(grouped))
+    net, x = (net, torch.randn(40, 5)) if grouped else (net.double(), numbers(40, 5))
+    groups = dh.Coupled(net, x)
+    assert [len(s.channels) for s in groups.sets if s.reason is None] == [16, 16]
+    assert [unit.count for unit in dh.Neurons(net, x).units()] == [16]
+    dh.prune(net, dh.Density(0.5), groups)
+    small = dh.compact(net, x, groups=groups)
+    assert small[2].up.shape == (3, 8, 8) and small[2].down.shape == (3, 4, 8)
+    assert largest_gap(net(x), small(x)) < (1e-5 if grouped else 1e-12)
+    small[2].down.data[:, :, :3] = 0  # a kernel for groups wants multiples of eight
+    assert dh.compact(small, x)[2].down.shape == (3, 4, 8 if grouped else 5)
+
+
+def test_a_depthwise_convolution_by_hand_loses_channels_and_its_groups_follow():
+    def forward(net, x):  # as Mamba has it
+        h, gate = net.a(x).transpose(1, 2).chunk(2, 1)
+        weight = net.c.weight.squeeze(1).unsqueeze(1)
+        h = F.conv1d(h, weight, net.c.bias, padding=2, groups=h.shape[1])[:, :, : x.shape[1]]
+        return net.o((F.silu(h) * gate.sigmoid()).transpose(1, 2))
+
+    conv = nn.Conv1d(12, 12, 3, groups=12).double()
+    net, x = Net(forward, **linears(a=(6, 24), o=(12, 3)), c=conv), numbers(2, 7, 6)
+    groups = dh.Coupled(net, x)
+    dh.prune(net, dh.Density(0.5), groups)
+    small = dh.compact(net, x, groups=groups)
+    assert small.c.weight.shape == (6, 1, 3) and small.c.groups == small.c.in_channels == 6
+    assert small.a.out_features == 12 and largest_gap(net(x), small(x)) < 1e-12
+
+
 def test_a_value_taken_out_of_given_whole_numbers_by_a_list_decides_nothing():
     class Net(nn.Module):
         def __init__(self):

@@ -32,6 +32,7 @@ class Labels:
         self.heads: list[Tensor] = []
         self.summed: list[Tensor] = []
         self.directions: set[Place] = set()
+        self.aligned: set[Place] = set()
         # By identity; the tensors are held too, or another could get a dead one's id.
         self._of: dict[int, tuple[Tensor, list[Tensor]]] = {}
         self._constants: dict[int, Tensor] = {}
@@ -175,13 +176,16 @@ class Labels:
                 for axis in axes:
                     self.joined.fix(axis, reason)
 
-    def in_blocks(self, tensor: str, attribute: str, per: int, count: int) -> None:
-        """A module that knows the number of its groups loses whole ones, of `per` channels of its tensor each."""
+    def in_blocks(self, tensor: str, attribute: str, per: int, count: int, by_code: bool = False) -> None:
+        """A module that knows the number of its groups loses whole ones, of `per` channels of its tensor each.
+
+        Code around it (`by_code`) may count them by itself, which a trial shows.
+        """
         module, nodes = tensor.rpartition(".")[0], self.places[tensor, 0]
-        if getattr(self._model.get_submodule(module), attribute, None) != count:
-            self.joined.fix(nodes, f"{module!r} doesn't say how many groups of channels it has")
-        else:
+        if getattr(self._model.get_submodule(module), attribute, None) == count:
             self.blocks.append(Blocks(module, attribute, (tensor, 0), per))
+        elif not by_code:
+            self.joined.fix(nodes, f"{module!r} doesn't say how many groups of channels it has")
 
     def fresh(self, tensor: Tensor, dim: int, reason: str | None) -> Tensor:
         """New channels along a dimension of a tensor, which must stay if there is a reason."""

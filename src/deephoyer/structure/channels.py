@@ -17,6 +17,7 @@ from deephoyer.structure.sizes import Call, SizedCall, SizeRule
 
 Place = tuple[str, int]  # a parameter's or buffer's name and a dimension of it; or a wiring's name and IN or OUT
 OUT, IN = 0, 1  # the sides of a wiring
+ALIGNMENT = 8  # numbers of two bytes in 16 bytes
 
 
 class Joined:
@@ -114,7 +115,8 @@ class ChannelGraph:
     zeroing all weights of one does not silence it. `wirings` are the modules that do so. `calls` are those that name
     sizes, and `sizes` the ones among them that the code must be told. The channels of `norms` may go only if they are
     zero, not if they are merely read by nobody; so may those that are `summed` without weights. Slices
-    at `directions` are divided by their own length and go as they are, since zero has none.
+    at `directions` are divided by their own length and go as they are, since zero has none. Along the places that are
+    `aligned` a kernel wants a multiple of `ALIGNMENT` channels.
     """
 
     places: dict[Place, Tensor] = field(default_factory=dict)
@@ -124,6 +126,7 @@ class ChannelGraph:
     heads: set[int] = field(default_factory=set)
     summed: set[int] = field(default_factory=set)
     directions: set[Place] = field(default_factory=set)
+    aligned: set[Place] = field(default_factory=set)
     touched: dict[str, set[int]] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)
     wirings: list[str] = field(default_factory=list)

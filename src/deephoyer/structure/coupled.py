@@ -25,7 +25,7 @@ from deephoyer.structure.follow import CannotFollow, follow, plain_attention
 from deephoyer.structure.inputs import one_sample, outputs_in, random_like
 from deephoyer.structure.remove import alive_outputs, homes_of, remove, replace_tensor, spare_last, tensor_of, zero
 from deephoyer.structure.sizes import SizeRule, apply_sizes, learn_sizes
-from deephoyer.weights import LAYERS, Weight, with_values
+from deephoyer.weights import CONVOLUTIONS, LAYERS, TRANSPOSED, Weight, with_values
 
 
 class Coupled(Grouping):
@@ -141,8 +141,13 @@ class Neurons(Coupled):
 
     def _meant(self, one: ChannelSet) -> bool:
         readers = [place for place in one.places if place in self.graph.reads]
-        sizes = {tensor_of(self.model, name).dim() for name, _ in one.places if name not in self.graph.wirings}
-        return not one.heads and len(readers) == 1 and max(sizes) == 2 and readers[0] not in self.graph.writes
+        linear = all(self._linear(name) for name, _ in one.places if name not in self.graph.wirings)
+        return not one.heads and len(readers) == 1 and linear and readers[0] not in self.graph.writes
+
+    def _linear(self, name: str) -> bool:
+        """Whether a tensor is a matrix, or one for each of several experts; or the bias of such."""
+        module, tensor = self.model.get_submodule(name.rpartition(".")[0]), tensor_of(self.model, name)
+        return tensor.dim() <= 2 or (tensor.dim() == 3 and not isinstance(module, CONVOLUTIONS + TRANSPOSED))
 
 
 @outside_inference_mode

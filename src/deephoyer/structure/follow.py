@@ -100,6 +100,7 @@ class Follower(TorchDispatchMode):
         self._counter = CallCounter()
         self._sizes: set[SizeRule] = set()
         self._branching: dict[str, str] = {}
+        self._passed: dict[str, list[Tensor]] = {}  # what goes into and comes out of the modules that each one calls
         self._calls: dict[Call, tuple[list[int], list[int], list[list[Tensor]]]] = {}
         self._modules = dict(model.named_modules())
         self._wirings: dict[str, tuple[Tensor, Tensor]] = {}
@@ -170,6 +171,8 @@ class Follower(TorchDispatchMode):
             self._asleep -= opaque
             self._counter.leave()
             self._stack.pop()
+            if self._stack:
+                self._passed.setdefault(self._stack[-1], []).extend(tensors_in((args, kwargs, output)))
 
         self._hooks.append(module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
         self._hooks.append(module.register_forward_hook(leave, with_kwargs=True))
@@ -201,13 +204,15 @@ class Follower(TorchDispatchMode):
         n.set(y, operations.meet(n, parts, self.where()))
 
     def _keep_whole(self, name: str, module: nn.Module, tensors: list[Tensor]) -> None:
-        """For other inputs a module may do something else: all that it has, is given and gives stays."""
+        """For other inputs a module may do something else with all that its own code has in hand, which stays.
+
+        That is its own parameters, what it is given and gives, and what the modules that it calls are given and give.
+        """
         reason = self._branching[name]
-        self.n.fix([*tensors, *module.parameters(), *module.buffers()], reason)
-        for other, axes in self._seen.items():
-            if other == name or other.startswith(f"{name}."):
-                for axis in axes:
-                    self.n.joined.fix(axis, reason)
+        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        self.n.fix([*tensors, *own, *self._passed.get(name, [])], reason)
+        for axis in self._seen.get(name, []):
+            self.n.joined.fix(axis, reason)
 
     def _check(self, name: str, module: nn.Module, given: list[Tensor]) -> None:
         """Attributes that a forward compares with the sizes of its inputs follow those."""
@@ -261,7 +266,9 @@ class Follower(TorchDispatchMode):
                 n.set_discrete(tensor)
         if op.name == "convolution":
             n.of(op.args[1], dims=2)  # the places of a kernel are no channels
-        if any(n.known(t) for t in op.given):
+        if op.outs and not any(t.numel() for t in op.outs) and not all(t.numel() for t in op.given):
+            n.fix(op.given, f"nothing comes to {op.where} for these examples")
+        elif any(n.known(t) for t in op.given):
             try:
                 rule_of(op)(n, op)
                 fits = all(n.fits(t) for t in op.outs)
@@ -294,13 +301,8 @@ class Follower(TorchDispatchMode):
             return
         if all(self.n.is_constant(t) or self.n.is_discrete(t) for t in tensors_in(args)):
             return
-        if self._stack and self._stack[-1]:
-            self._branching.setdefault(self._stack[-1], f"{self.where()} decides by the values of a tensor")
-        else:
-            raise CannotFollow(
-                f"{self.where()} takes a value out of a tensor (`.item()`, or an `if` on it), so what it "
-                "computes can't be followed for all inputs; leave it out of the part to compact."
-            )
+        module = self._stack[-1] if self._stack else ""
+        self._branching.setdefault(module, f"{self.where()} decides by the values of a tensor")
 
     def _note(self, module: str, op: Operation) -> None:
         """Which channels a module's own operations see, for when its sizes prove to be fixed."""
@@ -347,6 +349,7 @@ class Follower(TorchDispatchMode):
             heads=channels(n.heads),
             summed=channels(n.summed),
             directions=n.directions,
+            aligned=n.aligned,
             touched={name: channels(axes) for name, axes in self._seen.items()},
             order=list(self._order),
             wirings=list(self._wirings),

@@ -442,6 +442,6 @@ _RULES: tuple[tuple[Rule, str], ...] = (
 RULES: dict[str, Rule] = {name: rule for rule, names in _RULES for name in names.split()}
 
 _LAYS_OUT = """permute transpose t squeeze unsqueeze expand view _unsafe_view reshape _reshape_alias clone detach alias
-contiguous _to_copy slice select split split_with_sizes chunk unbind"""
+contiguous _to_copy slice select split split_with_sizes chunk unbind index index_select"""
 LAYS_OUT = frozenset(_LAYS_OUT.split())
 """What only lays a weight out in another way."""

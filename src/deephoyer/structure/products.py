@@ -40,16 +40,17 @@ def read(n: Labels, op: Operation, x: Tensor, x_dim: int, w: Tensor, w_dim: int)
                 n.joined.fix(axis, f"{op.where} sums over them")
     if mine and theirs:
         first = n.line(mine[0], x_dim)
-        for tensor, dim, axes in ((x, x_dim, mine), (w, w_dim, theirs)):
+        for dim, axes in ((x_dim, mine), (w_dim, theirs)):
             for axis in axes:
                 n.joined.join(first, n.line(axis, dim))
-            note_reads(n, tensor, axes)
+        note_reads(n, *((w, theirs) if n.is_weight(w) else (x, mine)))  # of two weights one that is zero is enough
     elif mine or theirs:
         weight = n.is_weight(w if theirs else x)
         for axis in mine or theirs:
             n.joined.fix(axis, "network input" if weight else f"{op.where} meets them with a tensor of fixed size")
         note_reads(n, w if theirs else x, mine or theirs)
     note_writes(n, w, w_dim)
+    note_writes(n, x, x_dim)
 
 
 def note_reads(n: Labels, tensor: Tensor, axes: list[Tensor]) -> None:
@@ -78,6 +79,18 @@ def applies(n: Labels, op: Operation) -> None:
     n.set(op.out, meet(n, parts, op.where))
 
 
+def multiplies_by_expert(n: Labels, op: Operation) -> None:
+    """Rows of x, each with the matrix of w that it was sent to: which one is chosen by number."""
+    x, w = op.args[:2]
+    if x.dim() != 2 or w.dim() != 3:
+        return mixes(n, op)
+    for axis in n.along(w, 0):
+        n.joined.fix(axis, f"{op.where} picks channels by their position")
+    read(n, op, x, 1, w, 1)
+    n.aligned.update(place for axis in n.along(w, 1) if (place := n.place_of(axis)) is not None)
+    n.set(op.out, [axis[0] for axis in n.across(w, 1) if axis.shape[0] == 1])
+
+
 # Convolutions.
 
 
@@ -93,8 +106,8 @@ def convolves(n: Labels, op: Operation) -> None:
         read(n, op, x, 1, w, in_dim)
     elif transposed:
         n.fix([x, w], f"{op.where} is a transposed convolution in groups")
-    elif (line := _channels(n, x)) is None or n.owner(w) is None:
-        n.fix([x, w], "network input" if n.owner(w) is not None else f"{op.where} computes its weight")
+    elif (line := _channels(n, x)) is None or not n.is_weight(w):
+        n.fix([x, w], "network input" if n.is_weight(w) else f"{op.where} computes its weight")
     else:
         _in_groups(n, op, line, w, groups)
     shape = [-1 if d == 1 else 1 for d in range(op.out.dim())]
@@ -127,25 +140,26 @@ def by_blocks(groups: int, ins: int, outs: int) -> bool:
     return groups >= ins // groups + outs // groups
 
 
-def _in_groups(n: Labels, op: Operation, line: Tensor, w: Tensor, groups: int) -> None:
-    """The channels of a grouped convolution that can only go together."""
-    name = n.owner(w)
-    assert name is not None
-    n.of(w)
-    outs, ins = n.places[name, 0], line
-    n.writes.add((name, 0))
+def _in_groups(n: Labels, op: Operation, ins: Tensor, w: Tensor, groups: int) -> None:
+    """The channels of a grouped convolution that can only go together; its weight may be a parameter laid out anew."""
+    rows, columns = (([axis for axis in n.of(w) if axis.shape[dim] > 1]) for dim in (0, 1))
+    place = n.place_of(rows[0]) if len(rows) == 1 else None
+    if place is None or len(columns) > 1:
+        return n.fix([w], f"{op.where} computes its weight")
+    n.writes.add(place)
+    outs = n.line(rows[0], 0)
     if by_blocks(groups, len(ins), len(outs)):
         whole = torch.cat([outs.view(groups, -1), ins.view(groups, -1)], 1)
         n.joined.join(whole, whole[:, :1])
-        if (name, 1) in n.places:
-            n.joined.fix(n.places[name, 1], "whole groups go")
-        n.in_blocks(name, "groups", len(outs) // groups, groups)
+        for axis in columns:
+            n.joined.fix(axis, "whole groups go")
+        n.in_blocks(place[0], "groups", len(outs) // groups, groups, n.owner(w) is None)
         return
     for half in (outs.view(groups, -1), ins.view(groups, -1)):
         n.joined.join(half, half[:1])
-    if (name, 1) in n.places:
-        n.joined.join(n.places[name, 1], ins.view(groups, -1)[0])
-        n.reads.add((name, 1))
+    for axis in columns:
+        n.joined.join(n.line(axis, 1), ins.view(groups, -1)[0])
+    note_reads(n, w, columns)
 
 
 # Norms.
@@ -277,6 +291,7 @@ def _whole_heads(n: Labels, tensor: Tensor) -> None:
 _RULES: tuple[tuple[Rule, str], ...] = (
     (multiplies, "mm bmm addmm baddbmm"),
     (applies, "linear"),
+    (multiplies_by_expert, "_grouped_mm"),
     (convolves, "convolution"),
     (
         normalises_batch,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from deephoyer.structure.attention import narrow, opened
-from deephoyer.structure.channels import IN, OUT, ChannelGraph, Place
+from deephoyer.structure.channels import ALIGNMENT, IN, OUT, ChannelGraph, Place
 from deephoyer.structure.layers import WIRING, Renewed, kind_of, put
 from deephoyer.structure.rms import absorb
 from deephoyer.structure.sizes import apply_sizes, set_size
@@ -99,11 +99,13 @@ def resize(module: Any) -> None:
 
 
 def spare_last(graph: ChannelGraph, dead: Tensor) -> Tensor:
-    """Every place keeps at least one channel, dead or not: no layer ends with none."""
+    """Every place keeps at least one channel, dead or not, and as many as its kernel wants: no layer ends with none."""
     dead = dead.clone()
-    for channels in graph.places.values():
-        if dead[channels].all():
-            dead[channels[0]] = False
+    for place, channels in graph.places.items():
+        left = int((~dead[channels]).sum())
+        wanted = -(-left // ALIGNMENT) * ALIGNMENT if place in graph.aligned else max(left, 1)
+        if wanted > left:
+            dead[channels[dead[channels]][: wanted - left]] = False
     return dead
 
 
