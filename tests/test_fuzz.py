@@ -575,6 +575,7 @@ def sound_calls(folder):
         "shrink": (dh.shrink, lambda: dict(model=net(), example_inputs=x, target=dh.Target(macs=0.5), multiple=2,
                                            least=0.1, protect=())),
         "Density": (dh.Density, lambda: dict(value=0.5)),
+        "Effective": (dh.Effective, lambda: dict(value=0.5)),
         "StdRatio": (dh.StdRatio, lambda: dict(value=0.5)),
         "Absolute": (dh.Absolute, lambda: dict(value=0.5)),
         "PerLayer": (dh.PerLayer, lambda: dict(rules={"*": dh.Density(0.5)})),

@@ -11,6 +11,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import deephoyer as dh
+from deephoyer.masks import scored
 from deephoyer.rules import RULES
 
 
@@ -65,6 +66,49 @@ def test_density_keeps_exactly_the_largest_share_of_each_layer(model, value):
         assert masks[name].sum() == min(share(value, w.numel()), w.count_nonzero())
         if masks[name].any() and not masks[name].all():
             assert w[masks[name]].min() >= w[~masks[name]].max()
+
+
+def effective_count(w):
+    return w.abs().double().sum() ** 2 / w.double().square().sum()
+
+
+@given(nets(ties=False), st.floats(0, 2))
+def test_effective_keeps_a_multiple_of_each_layers_effective_count_and_at_least_one(model, value):
+    before = copy.deepcopy(model)
+    masks = dh.prune(model, dh.Effective(value))
+    for old, name in zip(before, masks, strict=True):
+        w = old.weight.detach().abs()
+        wanted = value * effective_count(w).item()
+        assert abs(masks[name].sum() - min(max(wanted, 1), w.numel())) <= 0.5 + 1e-6
+        if not masks[name].all():
+            assert w[masks[name]].min() >= w[~masks[name]].max()
+
+
+@given(nets(ties=False), st.floats(0.05, 1), st.floats(1e-6, 1e6), st.sampled_from(["elements", "filters", "channels"]))
+def test_effective_is_blind_to_the_scale_of_each_layer(model, value, scale, groups):
+    scaled = copy.deepcopy(model)
+    scaled[1].weight.data.mul_(scale)
+    _, scores = scored(model, groups)
+    clear = all(abs((value * s.effective + 0.5) % 1 - 0.5) < 0.499 for s in scores)  # or rounding decides
+    ours, theirs = dh.prune(model, dh.Effective(value), groups), dh.prune(scaled, dh.Effective(value), groups)
+    assert not clear or left(ours) == left(theirs)
+
+
+@given(nets(), st.lists(st.floats(0, 4), min_size=2, max_size=2))
+def test_a_larger_multiple_of_the_effective_count_keeps_all_that_a_smaller_one_does(model, values):
+    few, many = (dh.prune(copy.deepcopy(model), dh.Effective(v), allow_empty=True) for v in sorted(values))
+    assert all((few[name] <= many[name]).all() for name in few)
+
+
+def test_effective_keeps_two_over_pi_of_a_gaussian_and_all_of_what_is_equal():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(300, 200), nn.Linear(30, 20))
+    nn.init.normal_(model[0].weight, std=1e-3)
+    nn.init.constant_(model[1].weight, 7.0)
+    masks = dh.prune(model, dh.Effective(0.5))
+    assert_close(left(masks)["0.weight"] / 60_000, 0.5 * 2 / math.pi, rtol=0.02, atol=0)
+    assert left(masks)["1.weight"] == 300
+    assert dh.prune(nn.Linear(300, 200), dh.Effective(9.0)).density == 1
 
 
 @given(nets(), st.floats(0, 1))
@@ -145,7 +189,7 @@ def test_per_layer_refuses_a_layer_that_no_pattern_matches():
 
 @pytest.mark.parametrize("value", [-0.1, math.nan, math.inf, True, "0.1", None])
 def test_thresholds_that_are_none_are_refused(value):
-    for rule in (dh.Absolute, dh.StdRatio, dh.Density):
+    for rule in (dh.Absolute, dh.StdRatio, dh.Density, dh.Effective):
         with pytest.raises(dh.UserError, match="rule"):
             rule(value)
 

@@ -22,7 +22,7 @@ from deephoyer.lab.train.progress import Silent
 from deephoyer.lab.train.result import finish
 from deephoyer.lab.train.run import Run
 from deephoyer.masks import scored
-from deephoyer.rules import Absolute, StdRatio
+from deephoyer.rules import Absolute, Effective, StdRatio
 from test_compiling import noise
 
 X = torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(0))
@@ -41,13 +41,13 @@ def uneven(name="resnet-20"):
     return model, coupled
 
 
-@pytest.mark.parametrize("rule", [StdRatio, Absolute])
+@pytest.mark.parametrize("rule", [StdRatio, Absolute, Effective])
 @pytest.mark.parametrize("share", [0.7, 0.4, 0.15])
 def test_the_macs_that_compaction_leaves_are_the_target_and_one_group_more_would_be_over_it(rule, share):
     model, coupled = uneven()
     dense = count(model, X)[1].macs_executed
     found = targets.value_for(targets.macs(model, X, share, coupled), model, rule, coupled)
-    values = targets.borders(rule, scored(model, coupled)[1])
+    values = rule.borders(scored(model, coupled)[1]).tolist()
     one_less = values[values.index(found.value) - 1]
 
     def left(value):
@@ -152,6 +152,16 @@ def test_a_search_in_multiples_does_not_empty_a_layer_and_tells_how_far_it_came(
         targets.value_for(out_of_reach, model, Absolute, "filters", "0.weight", allow_empty=True, multiple=8)
 
 
+@given(st.integers(0, 10**6), st.floats(0.02, 1))
+def test_one_weight_more_than_an_effective_value_leaves_would_be_over_the_density(seed, share):
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(9, 7), nn.Linear(7, 5))
+    net[1].weight.data.pow_(3).mul_(1e-3)
+    found = targets.value_for(targets.density(net, max(share, 2 / 98)), net, Effective)
+    masks = dh.prune(net, Effective(found.value))
+    assert masks.density == found.number <= max(share, 2 / 98) < found.number + 1.5 / 98
+
+
 def test_a_target_beyond_reach_says_how_far_it_came():
     model, coupled = uneven()
     with pytest.raises(dh.UserError, match=r"can't be 1e-06: it is 0\.\d+ at std-ratio .* no layer may be emptied"):
@@ -177,7 +187,7 @@ def test_a_deep_network_is_measured_a_few_times_for_its_thousands_of_groups():
         return tries[-1]
 
     found = targets.value_for(dataclasses.replace(goal, measure=counted), model, StdRatio, coupled)
-    assert found.number <= 0.4 and len(tries) <= 4 and len(targets.borders(StdRatio, scored(model, coupled)[1])) > 2000
+    assert found.number <= 0.4 and len(tries) <= 4 and len(StdRatio.borders(scored(model, coupled)[1])) > 2000
 
 
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=40), st.integers(0, 30), st.data())

@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     from deephoyer.plan import Plan as Plan
     from deephoyer.pretrained import from_pretrained as from_pretrained
     from deephoyer.regularizer import Regularizer as Regularizer
-    from deephoyer.rules import Absolute as Absolute, Density as Density, PerLayer as PerLayer, StdRatio as StdRatio
+    from deephoyer.rules import Absolute as Absolute, Density as Density, Effective as Effective
+    from deephoyer.rules import PerLayer as PerLayer, StdRatio as StdRatio
     from deephoyer.scores import (
         GeometricMedian as GeometricMedian,
         Magnitude as Magnitude,
@@ -69,7 +70,7 @@ _PUBLIC = {
     "plan": "Plan",
     "pretrained": "from_pretrained",
     "regularizer": "Regularizer",
-    "rules": "Absolute Density PerLayer StdRatio",
+    "rules": "Absolute Density Effective PerLayer StdRatio",
     "scores": "GeometricMedian Magnitude NormScale Random Score Snip Taylor",
     "shrink": "shrink",
     "structure": "Coupled Heads Neurons compact",

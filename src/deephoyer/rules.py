@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -28,6 +29,26 @@ class Scores:
     score: Tensor
     std: float
 
+    @cached_property
+    def order(self) -> Tensor:
+        """The groups from the largest to the smallest; a stable order, so that among equals the same ones go first."""
+        return self.score.argsort(descending=True, stable=True)
+
+    @cached_property
+    def effective(self) -> float:
+        """How many groups carry the unit, (Σs)² / Σs²: 1 where one has it all, all of them where they are equal."""
+        score = self.score.double()
+        squares = score.square().sum().item()
+        return score.sum().item() ** 2 / squares if squares else 0.0
+
+    def largest(self, count: int) -> Verdict:
+        """Exactly `count` groups stay, fewer where some are zero already; the threshold is the least of them."""
+        if not count:
+            return Verdict(torch.zeros_like(self.score, dtype=torch.bool), math.inf)
+        keep = torch.zeros_like(self.score, dtype=torch.bool)
+        keep[self.order[:count]] = True
+        return Verdict(keep & (self.score > 0), self.score[self.order[count - 1]].item())
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -45,11 +66,25 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Threshold(Rule):
-    """A rule with one number that is multiplied by a scale of each unit: the larger, the more groups go."""
+class OneNumber(Rule):
+    """A rule with one number, which a target can find (`targets.py`)."""
 
     value: float
     title: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "value", not_negative(self.value, f"rule {self.title}: the value"))
+
+    @classmethod
+    def borders(cls, scores: Sequence[Scores]) -> Tensor:
+        """The values between which the verdict changes, from the one that keeps all to the one that keeps least."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Threshold(OneNumber):
+    """Groups stay whose score is at least the value times a scale of their unit: the larger, the more go."""
+
     relative: ClassVar[bool] = False
     """Whether the scale is the unit's standard deviation, and not 1."""
 
@@ -57,8 +92,13 @@ class Threshold(Rule):
     def scale(cls, s: Scores) -> float:
         return s.std if cls.relative else 1.0
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "value", not_negative(self.value, f"rule {self.title}: the value"))
+    @classmethod
+    def borders(cls, scores: Sequence[Scores]) -> Tensor:
+        place = scores[0].score.device
+        ratios = [s.score.double().to(place) / cls.scale(s) for s in scores if cls.scale(s) > 0]
+        alive = torch.cat(ratios).unique() if ratios else torch.zeros(0)
+        alive = alive[alive > 0]
+        return torch.cat([alive.new_zeros(1), (alive[1:] + alive[:-1]) / 2])
 
     def judge(self, scores: Sequence[Scores]) -> list[Verdict]:
         bars = [self.value * self.scale(s) for s in scores]
@@ -79,6 +119,34 @@ class StdRatio(Threshold):
 
 
 @dataclass(frozen=True)
+class Effective(OneNumber):
+    """the largest groups of each layer stay, a multiple of its effective count (Σs)² / Σs², and at least one
+
+    It follows what a penalty did: a layer in which few weights carry all keeps few, whatever its scale. Of weights that
+    are spread as in a Gaussian, `Effective(1)` keeps 2/π.
+    """
+
+    title = "effective"
+
+    def judge(self, scores: Sequence[Scores]) -> list[Verdict]:
+        return [s.largest(self._count(s)) for s in scores]
+
+    def _count(self, s: Scores) -> int:
+        return min(s.score.numel(), max(1, math.floor(self.value * s.effective + 0.5))) if s.effective else 0
+
+    @classmethod
+    def borders(cls, scores: Sequence[Scores]) -> Tensor:
+        place = scores[0].score.device
+        alive = [(int((s.score > 0).sum()), s.effective) for s in scores]
+        # A unit's count changes where value × effective passes a half.
+        steps = [(torch.arange(1, n, device=place, dtype=torch.float64) + 0.5) / e for n, e in alive if n]
+        most = max((n / e for n, e in alive if n), default=0.0)
+        found = torch.cat([*steps, torch.zeros(1, device=place, dtype=torch.float64)]).unique()
+        middle = (found[1:] + found[:-1]) / 2
+        return torch.cat([middle, found.new_full((1,), most)]).flip(0)
+
+
+@dataclass(frozen=True)
 class Density(Rule):
     """the largest share of the groups stays: of each layer, at least one, or of the whole network (scope: global)"""
 
@@ -94,21 +162,16 @@ class Density(Rule):
 
     def judge(self, scores: Sequence[Scores]) -> list[Verdict]:
         if self.scope == "layer":
-            return [self._largest(s.score) for s in scores]
-        whole = self._largest(torch.cat([s.score.double().cpu() for s in scores]))
+            return [s.largest(self._count(s)) for s in scores]
+        every = Scores((), torch.cat([s.score.double().cpu() for s in scores]), 0.0)
+        whole = every.largest(self._count(every))
         parts = whole.keep.split([s.score.numel() for s in scores])
         return [Verdict(k.to(s.score.device), whole.threshold) for k, s in zip(parts, scores, strict=True)]
 
-    def _largest(self, score: Tensor) -> Verdict:
+    def _count(self, s: Scores) -> int:
         # Halves are kept, and of anything at all a little is left: a small layer is not cut through by rounding.
-        count = max(1, math.floor(self.value * score.numel() + 0.5)) if self.value and score.numel() else 0
-        if not count:
-            return Verdict(torch.zeros_like(score, dtype=torch.bool), math.inf)
-        # A stable order keeps exactly `count` even among equals, and the same ones each time.
-        order = score.argsort(descending=True, stable=True)[:count]
-        keep = torch.zeros_like(score, dtype=torch.bool)
-        keep[order] = True
-        return Verdict(keep & (score > 0), score[order[-1]].item())
+        count = s.score.numel()
+        return max(1, math.floor(self.value * count + 0.5)) if self.value and count else 0
 
 
 class PerLayer(Rule):
@@ -149,5 +212,6 @@ class PerLayer(Rule):
 RULES: Registry[Rule] = Registry("rule", "rules")
 RULES.add("absolute", Absolute)
 RULES.add("std-ratio", StdRatio)
+RULES.add("effective", Effective)
 RULES.add("density", Density)
 RULES.add("per-layer", PerLayer)

@@ -1,8 +1,7 @@
 """How small instead of which threshold: the value of a rule at which a network is as small, or as good, as asked.
 
-A larger value removes all that a smaller one does, so the network only shrinks along the values at which
-a group goes, and halving their list finds the one that is wanted. Every try prunes the network itself,
-measures it and puts the weights back. What to do with the value is the caller's.
+Along the values at which a group goes the network only shrinks (each removes all that those before it do), and halving
+their list finds the one that is wanted. Every try prunes the network itself, measures it and puts the weights back. What to do with the value is the caller's.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from deephoyer.counting import count
 from deephoyer.errors import UserError, not_negative, unknown
@@ -21,7 +20,7 @@ from deephoyer.groups import Grouping
 from deephoyer.inference import Examples
 from deephoyer.latency import MODES
 from deephoyer.masks import Empties, Masks, cut, scored
-from deephoyer.rules import Scores, Threshold
+from deephoyer.rules import OneNumber
 from deephoyer.scores import Loss, Score
 from deephoyer.structure import Coupled, compact, tidy
 from deephoyer.widths import macs_cost
@@ -115,7 +114,7 @@ class Found:
 def value_for(
     goal: Goal,
     model: nn.Module,
-    rule: type[Threshold],
+    rule: type[OneNumber],
     groups: Groups = "elements",
     parameters: Select = None,
     allow_empty: bool = False,
@@ -133,12 +132,13 @@ def value_for(
     >>> value_for(density(net, 0.2), net, Absolute).number
     0.2
     """
-    if not (isinstance(rule, type) and issubclass(rule, Threshold)):
-        raise UserError(f"value_for: {rule!r} has no value to be found; StdRatio and Absolute have.")
+    if not (isinstance(rule, type) and issubclass(rule, OneNumber)):
+        raise UserError(f"value_for: {rule!r} has no value to be found; StdRatio, Absolute and Effective have.")
     units, scores = scored(model, groups, parameters, score, batches, loss)
     tries = _Tries(goal, model, lambda value: cut(model, rule(value), units, scores, allow_empty, multiple))
-    values = borders(rule, scores)
-    values = values[: bisect_left(values, True, key=tries.empties)]
+    borders = rule.borders(scores)
+    # Of a large network there are as many as weights: they are read one by one.
+    values = _Numbers(borders[: bisect_left(_Numbers(borders), True, key=tries.empties)])
     if not values:
         raise UserError("prune.target: a layer is all zero before anything is pruned.")
     if goal.is_size:
@@ -155,12 +155,17 @@ def value_for(
     return Found(values[place], tries.number(values[place]))
 
 
-def borders(rule: type[Threshold], scores: Sequence[Scores]) -> list[float]:
-    """The values between which the rule's verdict changes: 0, and then one for each group that goes."""
-    ratios = [s.score.double().cpu() / rule.scale(s) for s in scores if rule.scale(s) > 0]
-    alive = torch.cat(ratios).unique()
-    alive = alive[alive > 0]
-    return [0.0, *((alive[1:] + alive[:-1]) / 2).tolist()]
+class _Numbers(Sequence[float]):
+    """A tensor as a sequence of numbers."""
+
+    def __init__(self, numbers: Tensor):
+        self.numbers = numbers
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, place: Any) -> Any:
+        return self.numbers[place].item()
 
 
 class _Tries:

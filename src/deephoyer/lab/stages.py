@@ -14,7 +14,7 @@ from deephoyer.errors import UserError, not_negative, unknown
 from deephoyer.lab.choices import GroupsChoice, PenaltyChoice, RuleChoice, ScoreChoice, named, several
 
 if TYPE_CHECKING:
-    from deephoyer.rules import Rule, Threshold
+    from deephoyer.rules import OneNumber, Rule
 
 
 class Part(BaseModel):
@@ -218,14 +218,14 @@ class Prune(Part):
         elif settings:
             raise UserError(f"a target goes with a rule that needs a value alone, not {self.rule}.")
         else:
-            self.threshold()
+            self.sought()
         return self
 
-    def threshold(self) -> type[Threshold]:
+    def sought(self) -> type[OneNumber]:
         """The rule whose value a target finds."""
-        from deephoyer.rules import Absolute, StdRatio
+        from deephoyer.rules import Absolute, Effective, StdRatio
 
-        known = {kind.title: kind for kind in (StdRatio, Absolute)}
+        known = {kind.title: kind for kind in (StdRatio, Absolute, Effective)}
         if self.rule not in known:
             raise unknown("rule with a value to be found", self.rule, known)
         return known[str(self.rule)]
