@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
@@ -98,6 +99,17 @@ def test_images_that_differ_in_size_are_told_to_be_streamed(tmp_path):
     (wide / "train" / "class001" / "001.jpg").rename(photos / "train" / "class001" / "001.jpg")
     with pytest.raises(dh.UserError, match=r"class001/001.jpg is 48×32 and others are 40×32; leave it out"):
         held(photos)
+
+
+@pytest.mark.parametrize("count", [15, 77])
+def test_several_processes_decode_the_same_pixels_as_one(tmp_path, count):
+    photos = image_folders.make(tmp_path / "photos", classes=3, train=count, val=2)
+    (photos / "train" / "class001" / "003.jpg").write_bytes(b"no image")
+    one, several = held(photos, workers=0), held(photos, workers=3)
+    assert all(torch.equal(a, b) for a, b in zip(one.split("train"), several.split("train"), strict=True))
+    assert one.unreadable == several.unreadable == {("train", count + 3): "train/class001/003.jpg"}
+    plain = Image.open(photos / "train" / "class002" / "014.jpg")
+    assert torch.equal(several.split("train")[0][2 * count + 14], F.pil_to_tensor(plain))
 
 
 def test_an_image_that_can_not_be_read_is_named_and_of_no_class(tmp_path):

@@ -11,12 +11,10 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
 from deephoyer.errors import UserError
@@ -26,8 +24,8 @@ from deephoyer.lab.data.source import UNREADABLE, Images, Source, Split, seed_of
 TRIES = 10
 """How often torchvision draws a crop anew that does not fit into the image, before it takes the middle."""
 LEAST_RATIO, LARGEST_RATIO = 3 / 4, 4 / 3
-BLOCK = 500
-"""Images that a thread reads before it takes more."""
+BLOCK = 100
+"""Images that a worker hands over at once."""
 
 
 class SmallImages(Source):
@@ -62,38 +60,33 @@ class SmallImages(Source):
 
     def _read(self, split: Split, files: Files, readers: int) -> tuple[Tensor, Tensor]:
         """All images of a split as bytes, and their labels; those that can't be read are black and of no class."""
-        every = range(len(files))
-        first = next((image for image in map(read_image, map(files.path, every)) if image is not None), None)
+        first = next((image for image in map(read_image, map(files.path, range(len(files)))) if image), None)
         if first is None:
             raise UserError(f"data {self.name}: no image of {files.root.name} can be read.")
-        x = np.zeros((len(files), first.height, first.width, 3), np.uint8)
-
-        def read(part: range) -> list[int]:
-            bad = []
-            for i in part:
-                image = read_image(files.path(i))
-                if image is None:
-                    bad.append(i)
-                else:
-                    x[i] = self._pixels(image, first.size, files.name(i))
-            return bad
-
-        with ThreadPoolExecutor(max(1, readers)) as threads:
-            bad = [i for part in threads.map(read, [every[i : i + BLOCK] for i in every[::BLOCK]]) for i in part]
-        self.unreadable |= {(split, i): files.name(i) for i in bad}
+        x = torch.empty(len(files), first.height, first.width, 3, dtype=torch.uint8)
+        sizes = torch.empty(len(files), 2, dtype=torch.int64)
+        blocks = _Blocks(files, first.size)
+        # Processes, for Python decodes one image at a time however many threads there are.
+        workers = readers if readers > 1 and len(blocks) > 1 else 0
+        loader = torch.utils.data.DataLoader(
+            blocks, batch_size=None, num_workers=min(workers, len(blocks)), generator=torch.Generator()
+        )
+        for block, (pixels, found) in zip(range(0, len(files), BLOCK), loader, strict=True):
+            x[block : block + BLOCK], sizes[block : block + BLOCK] = pixels, found
+        bad = (sizes == 0).all(1)
+        other = ((sizes != torch.tensor(first.size)).any(1) & ~bad).nonzero().flatten().tolist()
+        if other:
+            raise UserError(
+                f"data {self.name}: memory is for images of one size, but {files.name(other[0])} is "
+                f"{'×'.join(map(str, sizes[other[0]].tolist()))} and others are {first.width}×{first.height}; "
+                "leave it out (data.memory=false)."
+            )
+        self.unreadable |= {(split, i): files.name(i) for i in bad.nonzero().flatten().tolist()}
         if len(self.unreadable) > self.skip_at_most:
             self.refuse(list(self.unreadable.values()))
         labels = torch.from_numpy(files.labels.copy())
         labels[bad] = UNREADABLE
-        return torch.from_numpy(x).permute(0, 3, 1, 2).contiguous(), labels
-
-    def _pixels(self, image: Image.Image, size: tuple[int, int], name: str) -> np.ndarray:
-        if image.size != size:
-            raise UserError(
-                f"data {self.name}: memory is for images of one size, but {name} is {image.width}×{image.height} and "
-                f"others are {size[0]}×{size[1]}; leave it out (data.memory=false)."
-            )
-        return np.asarray(image)
+        return x.permute(0, 3, 1, 2).contiguous(), labels
 
     @property
     def input_shape(self) -> tuple[int, ...]:
@@ -134,6 +127,33 @@ class SmallImages(Source):
             return self.floats(resized_crops(x, box, flip, self.size) / 255), y
         x = self.present(x)
         return self.floats(x if flip is None else torch.where(flip.view(-1, 1, 1, 1), x.flip(3), x)), y
+
+
+class _Blocks(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    """Images by blocks, as bytes, and the width and height of each, 0 where it can't be read: a worker's part.
+
+    Images of another size than the one that is asked for are black.
+    """
+
+    def __init__(self, files: Files, size: tuple[int, int]):
+        self.files, self.size = files, size
+
+    def __len__(self) -> int:
+        return math.ceil(len(self.files) / BLOCK)
+
+    def __getitem__(self, block: int) -> tuple[Tensor, Tensor]:
+        if not 0 <= block < len(self):
+            raise IndexError(block)
+        every = range(len(self.files))[block * BLOCK : (block + 1) * BLOCK]
+        x = np.zeros((len(every), self.size[1], self.size[0], 3), np.uint8)
+        sizes = torch.zeros(len(every), 2, dtype=torch.int64)
+        for place, i in enumerate(every):
+            image = read_image(self.files.path(i))
+            if image is not None:
+                sizes[place] = torch.tensor(image.size)
+                if image.size == self.size:
+                    x[place] = np.asarray(image)
+        return torch.from_numpy(x), sizes
 
 
 def random_boxes(count: int, height: int, width: int, crop: float, generator: torch.Generator) -> Tensor:
