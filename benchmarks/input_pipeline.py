@@ -146,9 +146,8 @@ def main() -> None:
     if chosen.brief:
         chosen.images, chosen.batch = min(chosen.images, 64), min(chosen.batch, 4)
         chosen.size, chosen.seconds = min(chosen.size, 64), 1.0
-    found, file_size = measured(
-        chosen.model, chosen.size, chosen.batch, chosen.workers, chosen.device, chosen.seconds, chosen.images, chosen.compile
-    )
+    settings = [getattr(chosen, key) for key in ("model", "size", "batch", "workers", "device", "seconds", "images")]
+    found, file_size = measured(*settings, compiled=chosen.compile)
     alone, both = found["training alone"], found["training on what is read"]
     cores = min(chosen.workers or 1, len(os.sched_getaffinity(0)))
     most = found["one core"] * cores

@@ -1,7 +1,8 @@
 """How small instead of which threshold: the value of a rule at which a network is as small, or as good, as asked.
 
 Along the values at which a group goes the network only shrinks (each removes all that those before it do), and halving
-their list finds the one that is wanted. Every try prunes the network itself, measures it and puts the weights back. What to do with the value is the caller's.
+their list finds the one that is wanted. Every try prunes the network itself, measures it and puts the weights back.
+What to do with the value is the caller's.
 """
 
 from __future__ import annotations
