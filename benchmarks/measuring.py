@@ -101,3 +101,13 @@ def write(path: Path | None, record: dict[str, Any]) -> None:
     if path is not None:
         folder_at(path.parent)
         write_atomically(path, (json.dumps(record, indent=1, ensure_ascii=False) + "\n").encode())
+
+
+def put(page: Path, name: str, text: str) -> None:
+    """Writes the text where the page has its two marks of that name."""
+    start, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
+    before, mark, rest = page.read_text(encoding="utf-8").partition(start)
+    _, other, after = rest.partition(end)
+    if not mark or not other:
+        raise SystemExit(f"{page} has no lines {start.strip()} and {end} for the table.")
+    write_atomically(page, (before + mark + text + other + after).encode())

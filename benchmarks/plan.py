@@ -6,17 +6,18 @@
 
 All ways train the same network on the same batches with one cosine decay over all epochs, and hand back the epoch after
 the last prune that did best on images held out from training. Magnitude prunes once or in rounds, at the threshold
-(in standard deviations of a layer) that leaves the MACs asked for. The plan is there once more without its penalty,
-with group lasso, with widths by what channels cost, and with a penalty that presses on when it has done enough.
+(in standard deviations of a layer) that leaves the MACs asked for. The plan is there once more with Group-HS, without a
+penalty, with widths by what channels cost, and with a penalty that presses on when it has done enough.
 `--on validation` prints the accuracy on what was held out, which is what defaults were chosen on; `--on test` that on
-the test set; `--out` keeps both. On a GPU networks train in bfloat16, channels last, forward and backward passes
-captured in a CUDA graph; `--jobs` share it.
+the test set; `--out` keeps both, and `--page RECORD PAGE` puts them into a page. On a GPU networks train in bfloat16,
+channels last, forward and backward passes captured in a CUDA graph; `--jobs` share it.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import json
 import math
 import multiprocessing
 import statistics
@@ -24,6 +25,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -207,9 +209,9 @@ def ways(epochs: int) -> Iterator[tuple[str, Callable[[Job, int], nn.Module]]]:
     yield f"magnitude, {len(rounds)} rounds", lambda job, seed: by_magnitude(job, seed, rounds)
     same = [max(1, round(0.1 * epochs)) + i for i in (1, 2, 3)]  # a plan's own for ten epochs or so
     yield "magnitude, 3 rounds early", lambda job, seed: by_magnitude(job, seed, same)
-    yield "plan", by_plan
+    yield "plan, group lasso", by_plan
+    yield "plan, Group-HS", lambda job, seed: by_plan(job, seed, penalty="hoyer-square")
     yield "plan, no penalty", lambda job, seed: by_plan(job, seed, pull=0.0)
-    yield "plan, group lasso", lambda job, seed: by_plan(job, seed, penalty="l1")
     yield "plan, by cost", lambda job, seed: by_plan(job, seed, by_cost=True)
     yield "plan, never resting", lambda job, seed: by_plan(job, seed, control=False)
 
@@ -255,8 +257,26 @@ def _opened_once(args: argparse.Namespace) -> Job:
     return _JOBS[key]
 
 
+def table(record: dict[str, Any]) -> str:
+    """What a record holds, in Markdown: means over seeds ± their deviation, the best on held-out images first."""
+
+    def cell(of: list[dict[str, Any]], key: str) -> str:
+        values = [100 * line[key] for line in of]
+        return f"{statistics.mean(values):.2f}" + (f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else "")
+
+    ways: dict[str, list[dict[str, Any]]] = {}
+    for line in record["lines"]:
+        ways.setdefault(line["way"], []).append(line)
+    rows = ["| way | seeds | held-out accuracy, % | test accuracy, % | MACs left |", "|---|--:|--:|--:|--:|"]
+    for way, of in sorted(ways.items(), key=lambda item: -statistics.mean(line["validation"] for line in item[1])):
+        macs = statistics.mean(line["macs"] for line in of)
+        rows.append(f"| {way} | {len(of)} | {cell(of, 'validation')} | {cell(of, 'test')} | {macs:.3f} |")
+    return "\n".join(rows) + "\n"
+
+
 def main() -> None:
     parser = measuring.words(__doc__)
+    parser.add_argument("--page", type=Path, nargs=2, help="only put the table of this record into this page")
     parser.add_argument("--network", default="lenet-5")
     parser.add_argument("--data", default="mnist")
     parser.add_argument("--folder", help="where the data is, if not where `deephoyer data` puts it")
@@ -271,8 +291,11 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", help="only these, by their titles")
     parser.add_argument("--jobs", type=int, default=1, help="trainings at once, each in a process of its own")
     args = parser.parse_args()
+    if args.page:
+        record, page = args.page
+        return measuring.put(page, record.stem, table(json.loads(record.read_text(encoding="utf-8"))))
     if args.brief:
-        args.images, args.epochs, args.seeds = 500, 4, [0]
+        args.images, args.epochs, args.seeds, args.macs = 500, 4, [0], 0.5
     titles = [title for title, _ in ways(args.epochs) if not args.ways or title in args.ways]
     began = time.monotonic()
     print(f"{args.network} on {args.data}, {args.epochs} epochs, {args.macs:g} of the MACs; {args.on}", flush=True)
@@ -294,7 +317,7 @@ def main() -> None:
         numbers = [f"{mean[args.on]:.2%}", f"{spread:.2%}", f"{mean['macs']:.3f}"]
         rows.append([title, *numbers, f"{mean['seconds']:.0f}"])
     measuring.show("a plan and magnitude pruning", rows, [f"{time.monotonic() - began:.0f} s in all"])
-    settings = {k: v for k, v in vars(args).items() if k != "out"}
+    settings = {k: v for k, v in vars(args).items() if k not in ("out", "page")}
     measuring.write(args.out, {"machine": measuring.machine(args.device), "settings": settings, "lines": lines})
 
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import measuring
+
 Run = dict[str, Any]
 Results = dict[str, list[Run]]
 """Of each network, without its seed, what every seed gave."""
@@ -116,13 +118,8 @@ def _spread(row: Row, key: str, shown: Shown) -> str:
 
 def put(results: Results, shown: Shown, page: Path) -> list[Path]:
     """Writes table and figure where the page has its marks for them, and gives the paths of what was written."""
-    start, end = f"<!-- {shown.name} -->\n", f"<!-- end of {shown.name} -->"
-    before, mark, rest = page.read_text(encoding="utf-8").partition(start)
-    _, other, after = rest.partition(end)
-    if not mark or not other:
-        raise SystemExit(f"{page} has no lines {start.strip()} and {end} for the table.")
     files = save(results, shown, page.parent / "figures") if results else []
-    page.write_text(before + mark + block(results, shown) + other + after, encoding="utf-8")
+    measuring.put(page, shown.name, block(results, shown))
     return [page, *files]
 
 

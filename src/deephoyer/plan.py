@@ -82,7 +82,7 @@ class Plan:
         epochs: int | None = None,
         *,
         steps: int | None = None,
-        penalty: str | Penalty = "hoyer-square",
+        penalty: str | Penalty = "l1",
         groups: str | Grouping | Iterable[str | Grouping] | None = None,
         strength: float | None = None,
         pull: float = 0.01,
