@@ -15,7 +15,8 @@ ablation  Group-HS, group lasso, magnitude and random, with a teacher and withou
 seeds     more seeds of the points at 3.5 to 5.9 times, from dense networks of their own
 held-out  the same chain once with a tenth of the training images held out
 paper     the paper's schedules and strengths, ResNet-56
-widths    chosen by measured time on this machine (ask for it alone, with --jobs 1: others would be in its way)
+cpu       channels chosen by the time that 64 images take on this CPU, half as fast again
+gpu       and by that of 256 on this GPU, a fifth faster (alone, with --jobs 1: others would be in the way of the clock)
 
 The methods under one protocol are `deephoyer compare resnet-56`.
 """
@@ -49,6 +50,8 @@ class Plan:
     seeds: tuple[int, ...]
     scale: float = 1.0
     changes: tuple[str, ...] = ()
+    sizes: tuple[float, ...] = ()
+    """Of `points`; without them all three."""
 
     def job(
         self,
@@ -70,7 +73,8 @@ class Plan:
                 dense, regularized = self._regularized(network, seed)
                 yield from (dense, regularized)
                 for aim, macs in SIZES[network].items():
-                    yield self._cut(regularized, "coupled Group-HS", aim, macs, ("best",))
+                    if not self.sizes or float(aim.rstrip("×")) in self.sizes:
+                        yield self._cut(regularized, "coupled Group-HS", aim, macs, ("best",))
 
     def _regularized(self, network: str, seed: int, *changes: str) -> tuple[Job, Job]:
         """A dense network that learned from the teacher, and what becomes of it under the penalty."""
@@ -165,20 +169,24 @@ class Plan:
                 given = ("pretrain=null", f"regularize.strength={strength}", dense.start())
                 yield self.job(name, f"Group-HS {strength}", "", seed, base, *given, tags=("paper-settings",))
 
-    def widths(self) -> Iterator[Job]:
-        """From the regularized networks of `points`; those for a CPU are chosen by a run of their own there."""
+    def for_cpus(self) -> Iterator[Job]:
+        """From the regularized networks of `points`; channels are chosen by a run of their own on the CPU."""
         seed = self.seeds[0]
         for network in self.networks:
             dense, regularized = self._regularized(network, seed)
             own = (*_model(network), "regularize=null")
             there = ("distill=null", "finetune=null", "device=cpu", f"prune.target={FOR_CPU}", regularized.start())
-            cut = self.job(network, "CPU widths", "", seed, HALF, *own, *there, row=False)
+            cut = self.job(network, "channels for CPUs", "", seed, HALF, *own, *there, row=False)
             yield from (dense, regularized, cut)
             kept = ("prune.rule=absolute", "prune.value=0", "prune.groups=elements", "prune.target=null", cut.start())
-            title = "coupled Group-HS, widths for {}"
-            yield self.job(network, title.format("CPUs"), "", seed, HALF, *own, *kept, tags=("best",))
-            here = (f"prune.target={FOR_GPU}", regularized.start())
-            yield self.job(network, title.format("an H200"), "", seed, HALF, *own, *here, tags=("best",))
+            yield self.job(network, "coupled Group-HS for CPUs", "", seed, HALF, *own, *kept, tags=("best",))
+
+    def for_the_gpu(self) -> Iterator[Job]:
+        for network in self.networks:
+            dense, regularized = self._regularized(network, self.seeds[0])
+            here = (*_model(network), "regularize=null", f"prune.target={FOR_GPU}", regularized.start())
+            yield from (dense, regularized)
+            yield self.job(network, "coupled Group-HS for an H200", "", self.seeds[0], HALF, *here, tags=("best",))
 
 
 def _model(network: str) -> tuple[str, ...]:
@@ -191,7 +199,8 @@ ITEMS: dict[str, Callable[[Plan], Iterator[Job]]] = {
     "seeds": Plan.more_seeds,
     "held-out": Plan.held_out,
     "paper": Plan.paper,
-    "widths": Plan.widths,
+    "cpu": Plan.for_cpus,
+    "gpu": Plan.for_the_gpu,
 }
 
 
@@ -209,9 +218,10 @@ def rows(jobs: list[Job]) -> list[list[str]]:
 
 def main() -> None:
     parser = words(__doc__)
-    parser.add_argument("--items", nargs="+", choices=list(ITEMS), default=[name for name in ITEMS if name != "widths"])
+    parser.add_argument("--items", nargs="+", choices=list(ITEMS), default=[name for name in ITEMS if name != "gpu"])
     parser.add_argument("--networks", nargs="+", choices=list(PACE), default=list(PACE))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--sizes", type=float, nargs="+", default=(), help="of points: 1.9 2.1 2.6 2.67")
     parser.add_argument("--seconds", type=float, default=1e9, help="stop after these; the same command goes on")
     parser.add_argument("--jobs", type=int, default=4, help="runs at once; 0 publishes and packs what is there")
     parser.add_argument("--no-mps", action="store_true", help="let them take turns on a GPU")
@@ -222,18 +232,19 @@ def main() -> None:
     parser.add_argument("--plan", action="store_true", help="say what there is to do, and do none of it")
     parser.add_argument("changes", nargs="*", help="overrides for all runs, as of `deephoyer run`")
     chosen = parser.parse_args()
-    plan = Plan(tuple(chosen.networks), tuple(chosen.seeds), chosen.scale, tuple(chosen.changes))
+    plan = Plan(tuple(chosen.networks), tuple(chosen.seeds), chosen.scale, tuple(chosen.changes), tuple(chosen.sizes))
     items = {name: list(ITEMS[name](plan)) for name in chosen.items}
     jobs = once(job for own in items.values() for job in own if job.network in chosen.networks)
     if chosen.plan:
         own = {name: [job for job in found if job.network in chosen.networks] for name, found in items.items()}
         show("to do, in order", plan_rows(jobs, PACE, own), words=1)
         return
-    left = at_once(jobs, chosen.seconds, chosen.jobs, Records(chosen.publish), mps=not chosen.no_mps)
+    records = Records(chosen.publish)
+    left = at_once(jobs, chosen.seconds, chosen.jobs, records, mps=not chosen.no_mps)
     show("CIFAR-10", rows(jobs), words=3)
     print("\n".join(f"not yet: {one}" for one in left))
     if chosen.pack is not None:
-        print("\n".join(pack_jobs(jobs, chosen.pack)))
+        print("\n".join(pack_jobs(jobs, chosen.pack, records)))
     found = {}
     for network in chosen.networks if chosen.rates else ():
         small = [job for job in jobs if job.network == network and job.record and job.recipe.prune and job.is_row]

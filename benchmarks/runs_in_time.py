@@ -145,11 +145,11 @@ class Records:
         self.now: subprocess.Popen[bytes] | None = None
 
     def add(self, job: Job) -> None:
-        if self.results is not None and job.is_row and job.identity not in self._there():
+        if self.results is not None and job.is_row and job.identity not in self.there():
             self.waiting.append(job)
             self.go_on()
 
-    def _there(self) -> set[tuple[str, int]]:
+    def there(self) -> set[tuple[str, int]]:
         """The identities of the runs that have been published there."""
         files = self.results.glob("*/*/*.json") if self.results is not None else ()
         every = (json.loads(file.read_text(encoding="utf-8")) for file in files)
@@ -403,10 +403,11 @@ def pack(
     return left
 
 
-def pack_jobs(jobs: Sequence[Job], place: Path) -> list[str]:
-    """The same for a list; networks of runs that are done go along where others build on them, or as rows. In words."""
-    open_ones = {identity for job in jobs if not job.done() for identity in job.builds_on}
-    kept = {job.folder for job in jobs if job.is_row or job.identity in open_ones}
+def pack_jobs(jobs: Sequence[Job], place: Path, records: Records) -> list[str]:
+    """The same for a list, told in words: networks go along that runs still build on, or that are to be published."""
+    needed = {identity for job in jobs if not job.done() for identity in job.builds_on}
+    needed |= {job.identity for job in jobs if job.is_row} - records.there()
+    kept = {job.folder for job in jobs if job.identity in needed}
     left = pack([job.folder for job in once(jobs)], place, MOST, lambda folder: folder in kept)
     return [_packed(place), *(f"no room for {folder}" for folder in left)]
 
