@@ -92,7 +92,8 @@ def test_members_that_failed_through_anothers_gpu_fault_are_retried_alone_once_a
     tmp_path, however_started
 ):
     team = [Member([], tmp_path / name) for name in ("killed", "faulted", "broken", "faulted too")]
-    conduct([sys.executable, "-c", FAULTY], dict(os.environ), ListedMembers(team), 4)
+    words, keep = [sys.executable, "-c", FAULTY], however_started == "kept"
+    conduct(words, dict(os.environ), ListedMembers(team), 4, keep=keep)
     assert [m.status for m in team] == [3, 0, 1, 0]
     assert [len(list(m.folder.glob("try*"))) for m in team] == [1, 2, 2, 2]
     assert "launch failure" in team[1].folder.joinpath("log.txt").read_text(), "the first failure can still be read"
@@ -220,15 +221,7 @@ def test_runs_of_a_process_that_is_kept_are_those_that_each_would_be_by_itself(t
         assert {m.status for m in team} == {0} and not any(m.retried for m in team)
     kept, fresh = ((tmp_path / name / "finetuned.safetensors").read_bytes() for name in ("True1", "False1"))
     assert kept == fresh
-
-
-def test_a_run_that_nobody_times_has_all_but_the_times(tmp_path, monkeypatch):
-    from deephoyer.lab import recipe
-    from deephoyer.lab.train.result import finish
-    from deephoyer.lab.train.run import Run
-
-    monkeypatch.setenv("DEEPHOYER_UNTIMED", "1")
-    record = finish(Run(recipe.read("demo", QUICK), tmp_path).execute())
+    record = team[0].result()  # nobody timed it
     assert record["compact"]["total"]["parameters"] and record["changed_predictions"] == 0
     assert not record["compact"]["latency"] and "layer_ms" not in record
 

@@ -158,17 +158,18 @@ def conduct(
                 if faulted and not busy and not queue.open():
                     # Only now: a GPU's server is in order again when the last process has left it. Alone, for one
                     # of them may have been the cause.
+                    start.let_go()
                     busy.append(start(faulted.pop(0).again()))
                 for member in list(busy):
                     if not _poll(member):
                         continue
                     busy.remove(member)
-                    if member.failed_after_another():
-                        busy.append(start(member.again()))
-                        say(f"failed after another run, retried by itself: {member.title}")
-                    elif jobs > 1 and member.failed_on_gpu():
+                    if jobs > 1 and member.failed_on_gpu():
                         faulted.append(member)
                         say(f"failed on the GPU, retried later: {member.title}")
+                    elif member.failed_after_another():
+                        busy.append(start(member.again()))
+                        say(f"failed after another run, retried by itself: {member.title}")
                     else:
                         queue.ended(member)
                         say(f"{member.line()}: {member.title}")
@@ -199,8 +200,13 @@ class Starter:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Processes that are kept end; what is started from now on has a new one."""
         if self.server is not None:
             self.server.close()
+            self.server = None
 
     def __call__(self, member: Member) -> Member:
         member.log = open(folder_at(member.folder) / "log.txt", "ab" if member.retried else "wb")  # noqa: SIM115 (closed when the process ends)
