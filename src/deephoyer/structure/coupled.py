@@ -141,13 +141,14 @@ class Neurons(Coupled):
 
     def _meant(self, one: ChannelSet) -> bool:
         readers = [place for place in one.places if place in self.graph.reads]
-        linear = all(self._linear(name) for name, _ in one.places if name not in self.graph.wirings)
+        linear = all(_is_matrix(self.model, name) for name, _ in one.places if name not in self.graph.wirings)
         return not one.heads and len(readers) == 1 and linear and readers[0] not in self.graph.writes
 
-    def _linear(self, name: str) -> bool:
-        """Whether a tensor is a matrix, or one for each of several experts; or the bias of such."""
-        module, tensor = self.model.get_submodule(name.rpartition(".")[0]), tensor_of(self.model, name)
-        return tensor.dim() <= 2 or (tensor.dim() == 3 and not isinstance(module, CONVOLUTIONS + TRANSPOSED))
+
+def _is_matrix(model: nn.Module, name: str) -> bool:
+    """Whether a tensor is a matrix, or one for each of several experts; or the bias of such."""
+    module, tensor = model.get_submodule(name.rpartition(".")[0]), tensor_of(model, name)
+    return tensor.dim() <= 2 or (tensor.dim() == 3 and not isinstance(module, CONVOLUTIONS + TRANSPOSED))
 
 
 @outside_inference_mode
