@@ -1,5 +1,6 @@
 """Parts of the channel graph by themselves: what a layer is, what clearing and resizing do, joints, sizes, folding."""
 
+import copy
 import inspect
 import itertools
 
@@ -12,6 +13,7 @@ from torch.testing import assert_close
 
 import deephoyer as dh
 from deephoyer.structure.attention import NarrowAttention, opened
+from deephoyer.structure.equality import Differs, inside_of, same, same_inside
 from deephoyer.structure.fold_constants import fold
 from deephoyer.structure.inputs import random_like
 from deephoyer.structure.joints import Gather, merged
@@ -276,3 +278,59 @@ def test_a_batch_size_that_is_left_open_changes_no_count_of_calls(index):
     open_batch = ({0: torch.export.Dim("batch", min=5, max=99)},)
     torch.export.export(Notes(), (torch.zeros(6, 4),), dynamic_shapes=open_batch)
     assert seen == [2, 2]
+
+
+class SharesPositions(CountsHeads):
+    """Attention that lays out something for each head of each sample: it must be told how many heads are left."""
+
+    def __init__(self):
+        super().__init__()
+        self.far, self.scale = nn.Linear(16, 16), 1.0
+
+    def forward(self, x):
+        q, k, v, far = (
+            self._heads(layer(t)) for layer, t in ((self.q, x), (self.k, x), (self.v, x), (self.far, x[:1]))
+        )
+        far = far.repeat(q.size(0) // self.heads, 1, 1)
+        y = (q @ (k + far).transpose(1, 2)).softmax(-1) @ v
+        return self.o(y.view(-1, self.heads, *y.shape[1:]).transpose(1, 2).flatten(2)) * self.scale
+
+    def _heads(self, t):
+        t = t.view(*t.shape[:2], self.heads, -1)
+        return t.transpose(1, 2).reshape(-1, t.size(1), t.size(-1))
+
+
+def test_a_number_of_heads_that_the_code_divides_by_is_told_where_a_trial_asks_for_it():
+    torch.manual_seed(0)
+    net = nn.Sequential(SharesPositions(), SharesPositions()).double().eval()
+    net[1].scale = 1e-6  # what a wrong number would change is hidden from the outputs
+    x = torch.randn(2, 5, 16, dtype=torch.float64)
+    skip = Residual(net)
+    heads = dh.Heads(skip, x)
+    assert [unit.count for unit in heads.units()] == [4, 4]
+    dh.prune(skip, dh.Density(0.5), heads)
+    small = dh.compact(skip, x, groups=heads)
+    assert sorted(m.heads for m in small.net) == sorted(m.q.out_features // 4 for m in small.net)
+    assert_close(small(x), skip(x), rtol=1e-13, atol=1e-13)
+
+
+class Residual(nn.Module):
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x):
+        for layer in self.net:
+            x = x + layer(x)
+        return x
+
+
+def test_a_module_that_gives_something_else_is_found_though_outputs_hide_it():
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3)).double(), torch.randn(2, 4, dtype=torch.float64)
+    net[1].weight.data *= 1e-14
+    other = copy.deepcopy(net)
+    other[0].weight.data[0] += 1
+    same(net, other, x)
+    with pytest.raises(Differs, match="something else in 0"):
+        same_inside(inside_of(net, x), other, x, {})

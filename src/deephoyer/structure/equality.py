@@ -18,6 +18,8 @@ from deephoyer.structure.inputs import outputs_in, random_like, tensors_in
 from deephoyer.structure.layers import channel_dim, kind_of
 from deephoyer.structure.ties import Choices, ChosenAlike
 
+STRUCTURE = 100
+"""A mistake in the structure differs by this many times what rounding may, where it happens; outputs may hide it."""
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 
 
@@ -52,6 +54,16 @@ def tolerance(*tensors: Tensor) -> float:
 
 
 Matter = dict[str, tuple[Tensor, Tensor]]
+Outputs = list[tuple[str, Tensor]]
+
+
+def same_inside(
+    before: Outputs, small: nn.Module, inputs: Examples, matter: Matter, rounding: torch.dtype = torch.float64
+) -> None:
+    """Raises `Differs` if a module gives clearly something else, be it that little of it reaches the outputs."""
+    with torch.no_grad(), _full_precision():
+        if name := first_difference(before, small, inputs, matter, TOLERANCE.get(rounding, 1.0), STRUCTURE):
+            raise Differs(f"the smaller network gives something else in {name}.", name)
 
 
 def same(
@@ -99,13 +111,13 @@ def compare(
         worst = _worst(before, outputs_in(_run(small, inputs)))
         limit = max([TOLERANCE.get(rounding, 0.0), *(tolerance(t) for t in before)])
         if exact and not any(t.numel() for t in before):
-            if name := first_difference(big(), small, inputs, matter or {}):
+            if name := first_difference(inside_of(big(), inputs), small, inputs, matter or {}):
                 raise Differs(f"the smaller network gives something else from {name} on.", name)
             return worst
         if worst > limit and (exact or worst == float("inf")):
             larger = big()
             if (chosen := but_for_ties(larger, small, inputs, limit)) > limit:
-                name = first_difference(larger, small, inputs, matter or {})
+                name = first_difference(inside_of(larger, inputs), small, inputs, matter or {})
                 raise Differs(
                     f"the smaller network's outputs differ by {worst:.1e} of their scale; "
                     f"the difference began at {name or 'the output'}.",
@@ -183,27 +195,34 @@ def _where_it_fails(model: nn.Module, inputs: Examples) -> str:
     return ""
 
 
-def first_difference(big: nn.Module, small: nn.Module, inputs: Examples, matter: Matter) -> str:
-    """The first module, in the order of the calls, whose outputs differ in the channels that both have."""
+def first_difference(
+    before: Outputs, small: nn.Module, inputs: Examples, matter: Matter, limit: float = 0.0, times: int = 1
+) -> str:
+    """The first module, in the order of the calls, whose outputs differ in the channels that both have.
+
+    By more than so many times rounding, or the `limit`, of their own scale.
+    """
     theirs: dict[str, list[Tensor]] = {}
-    for name, tensor in _outputs(small, inputs):
+    for name, tensor in inside_of(small, inputs):
         theirs.setdefault(name, []).append(tensor)
-    for name, tensor in _outputs(big, inputs):  # a module may be called several times
+    for name, tensor in before:  # a module may be called several times
         if not theirs.get(name):
             continue
         other = theirs[name].pop(0)
-        kind = kind_of(big.get_submodule(name))
+        module = small.get_submodule(name)
+        kind = kind_of(module)
         if name in matter and kind is not None:
-            dim = channel_dim(big.get_submodule(name), kind)
+            dim = channel_dim(module, kind)
             tensor = tensor.index_select(dim, matter[name][0].to(tensor.device))
             other = other.index_select(dim, matter[name][1].to(other.device))
-        if other.shape == tensor.shape and error(tensor, other) > tolerance(tensor):
+        if other.shape == tensor.shape and error(tensor, other) > times * max(limit, tolerance(tensor)):
             return name
     return ""
 
 
-def _outputs(model: nn.Module, inputs: Examples) -> Iterator[tuple[str, Tensor]]:
-    seen: list[tuple[str, Tensor]] = []
+def inside_of(model: nn.Module, inputs: Examples) -> Outputs:
+    """What each module gives, in the order of the calls."""
+    seen: Outputs = []
     hooks = []
     for name, module in model.named_modules():
 
@@ -217,4 +236,4 @@ def _outputs(model: nn.Module, inputs: Examples) -> Iterator[tuple[str, Tensor]]
     finally:
         for hook in hooks:
             hook.remove()
-    return iter(seen)
+    return seen

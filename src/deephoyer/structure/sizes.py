@@ -8,7 +8,7 @@ call, by a forward that knows the sizes of its calls (`narrowed`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import wraps
@@ -237,8 +237,13 @@ class SizeRule:
     attribute: tuple[str, str] | None = None
 
 
-def learn_sizes(model: nn.Module, calls: dict[Call, SizedCall], dead: Tensor, run: Callable[[], Any]) -> set[SizeRule]:
-    """Runs a network that channels were taken out of, and notes the sizes that its code gets wrong."""
+def learn_sizes(
+    model: nn.Module, calls: dict[Call, SizedCall], dead: Tensor, run: Callable[[], Any], told: Collection[str] = ()
+) -> set[SizeRule]:
+    """Runs a network that channels were taken out of, and notes the sizes that its code gets wrong.
+
+    Attributes from which something else is computed stay as they are, but for those of the modules that are `told`.
+    """
     rules: set[SizeRule] = set()
     counter = CallCounter()
 
@@ -253,7 +258,13 @@ def learn_sizes(model: nn.Module, calls: dict[Call, SizedCall], dead: Tensor, ru
             return func(*args, **kwargs)
         for i in wrong:
             setting = known.asked[i]
-            own = (setting.module, setting.name) if isinstance(setting, Setting) and not setting.divides else None
+            own = (setting.module, setting.name) if isinstance(setting, Setting) else None
+            if own is not None and own[0] in told:
+                set_size(
+                    model.get_submodule(own[0]), own[1], expected[i]
+                )  # what is computed from it comes before others
+            elif isinstance(setting, Setting) and setting.divides:
+                own = None
             rules.add(SizeRule(call, i, own))
         return with_sizes(func, args, kwargs, [expected[i] if i in wrong else a for i, a in enumerate(asked)])
 
