@@ -191,7 +191,8 @@ def _do(job: Job) -> dict[str, Any]:
     rate = len(run.pool) / epoch
     del run
     gc.collect()  # a run's captured graphs hold memory on the device
-    print(f"{job.title}: {time.monotonic() - began:.0f} s", flush=True)
+    accuracy = [f"{title} {share:.2%}" for title, share in record["accuracy"].items()]
+    print(f"{job.title}: {', '.join(accuracy)}; {time.monotonic() - began:.0f} s", flush=True)
     return record | {"fastest epoch": epoch, "images a second": rate}
 
 
