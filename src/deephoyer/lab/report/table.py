@@ -67,4 +67,4 @@ class Table(Generic[R]):
 
 def markdown_row(cells: Sequence[str]) -> str:
     safe = (cell.replace("|", "\\|") for cell in cells)
-    return "|" + "|".join(f" {cell} " if cell else " " for cell in safe) + "|"
+    return "|" + "|".join(f" {cell} " if cell else "" for cell in safe) + "|"
