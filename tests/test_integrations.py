@@ -91,6 +91,7 @@ def lightning_fit(folder, callback, epochs=EPOCHS, resume=None, **settings):
 
     saves = ModelCheckpoint(dirpath=folder, filename="{epoch}", save_top_k=-1)
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    quiet |= {"default_root_dir": folder}
     module = lightning_module()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -127,6 +128,21 @@ def test_lightning_by_steps_ends_at_the_target(tmp_path):
 
     done = lightning_fit(tmp_path, PlanCallback(TARGET, X, network="net"), max_epochs=-1, max_steps=30)
     assert done.plan.by_steps and done.report.reached == pytest.approx(0.3, rel=0.02)
+
+
+def test_after_fit_the_lightning_module_holds_the_smaller_network_and_so_does_a_file(tmp_path):
+    lightning = pytest.importorskip("lightning.pytorch")
+    from deephoyer.integrations.lightning import PlanCallback
+
+    module, callback = lightning_module(), PlanCallback(TARGET, X, monitor="val_acc", **SETTINGS)
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    trainer = lightning.Trainer(max_epochs=EPOCHS, callbacks=[callback], default_root_dir=tmp_path, **quiet)
+    data = DataLoader(TensorDataset(*images()), batch_size=48)
+    trainer.fit(module, data, data)
+    assert module.net is callback.small
+    assert trainer.validate(module, data, verbose=False)[0]["val_acc"] == pytest.approx(callback.report.score)
+    loaded = dh.load(tmp_path / "small.safetensors", model=network())
+    assert torch.equal(loaded(X), callback.small(X))
 
 
 def test_lightning_is_told_what_is_missing(tmp_path):

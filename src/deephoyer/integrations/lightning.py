@@ -1,21 +1,26 @@
 """A plan as a callback of Lightning's `Trainer`.
 
     callback = PlanCallback(dh.Target(macs=0.4), monitor="val_acc")
-    Trainer(max_epochs=90, callbacks=[callback]).fit(module)
-    small = callback.small
+    trainer = Trainer(max_epochs=90, callbacks=[callback])
+    trainer.fit(module)
+    trainer.test(module)
 
-The plan counts epochs where the trainer has `max_epochs`, and steps where it has `max_steps` alone. Its state is in
-Lightning's checkpoints, so a run that is resumed from one goes on where it was cut off.
+After `fit` the module holds the smaller network, so that `test`, `predict` and `save_checkpoint` go on with it; it is
+`callback.small` as well, and lies in the trainer's `default_root_dir` as `small.safetensors` for `dh.load`. The plan
+counts epochs where the trainer has `max_epochs`, and steps where it has `max_steps` alone. Its state is in Lightning's
+checkpoints, so a run that is resumed from one goes on where it was cut off.
 """
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from deephoyer.errors import UserError
+from deephoyer.export import save
 from deephoyer.inference import Examples
 from deephoyer.plan import Plan, PlanReport
 from deephoyer.targets import Target
@@ -24,6 +29,9 @@ if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
     from pytorch_lightning import Callback
 else:
     from lightning.pytorch import Callback
+
+SMALL = "small.safetensors"
+"""The smaller network's file in the trainer's folder; `dh.load` reads it."""
 
 
 class PlanCallback(Callback):
@@ -63,14 +71,15 @@ class PlanCallback(Callback):
             inputs = getattr(pl_module, "example_input_array", None)
         if inputs is None:
             raise UserError("PlanCallback: give example_inputs=, or the module an example_input_array.")
-        network = _network(pl_module, self.network)
+        network = pl_module.get_submodule(_network(pl_module, self.network))
         self.plan = Plan(network, inputs, list(trainer.optimizers), self.target, **length, **self.settings)
         if self._saved is not None:
             self.plan.load_state_dict(self._saved)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Before checkpoints are written, which Lightning's own callback does here, too: a callback that comes last."""
-        if trainer.sanity_checking or self.plan is None or not trainer.is_last_batch:
+        fitting = trainer.state.fn == "fit" and not trainer.sanity_checking  # otherwise somebody validates by itself
+        if self.plan is None or not fitting or not trainer.is_last_batch:
             return
         self._epoch_over(trainer)
 
@@ -84,6 +93,14 @@ class PlanCallback(Callback):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self.small = self._there().finish()
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """When the last checkpoint is written: those hold the whole network, with which training can go on."""
+        if self.small is None:
+            return
+        pl_module.set_submodule(_network(pl_module, self.network), self.small)
+        if trainer.is_global_zero:
+            save(self.small, Path(trainer.default_root_dir) / SMALL)
 
     def _epoch_over(self, trainer: Any) -> None:
         plan = self._there()
@@ -113,14 +130,16 @@ class PlanCallback(Callback):
         self._saved = state_dict or None
 
 
-def _network(module: nn.Module, name: str | None) -> nn.Module:
+def _network(module: nn.Module, name: str | None) -> str:
+    """Which of the module's attributes holds the network."""
     if name is not None:
         try:
-            return module.get_submodule(name)
+            module.get_submodule(name)
         except AttributeError:
             raise UserError(f"PlanCallback: the module has no network {name!r}.") from None
-    held = {name: child for name, child in module.named_children() if any(True for _ in child.parameters())}
+        return name
+    held = [name for name, child in module.named_children() if any(True for _ in child.parameters())]
     if len(held) != 1:
         names = ", ".join(held) or "none"
         raise UserError(f"PlanCallback: which of the module's networks is meant? Say network=…; it holds {names}.")
-    return next(iter(held.values()))
+    return held[0]
