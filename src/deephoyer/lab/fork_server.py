@@ -302,11 +302,13 @@ def run_all(program: Program) -> int:
 
 
 def _let_go() -> None:
-    """Between two programs: of the one that has ended neither its log nor its memory is held."""
+    """Between two programs: of the one that has ended neither its log nor its memory nor what it compiled is held."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for place in (0, 1, 2):
         os.dup2(nothing, place)
     os.close(nothing)
+    if "torch._dynamo" in sys.modules:
+        sys.modules["torch._dynamo"].reset()
     gc.collect()
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
