@@ -1,5 +1,7 @@
 """Networks that real code has and textbooks don't: what `compact` gives computes the same, or it says why not."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -199,6 +201,51 @@ def test_of_a_detector_that_finds_nothing_in_the_examples_what_its_layers_give_i
     net.least = small.least = 2.0
     with pytest.raises(Differs, match="boxes"):
         same(net, small, x)
+
+
+def gated_linear_units(net, x):
+    return net.o(F.glu(net.a(x), -1))
+
+
+def windows(net, x):
+    h = F.relu(net.f(F.unfold(net.c(x), 3, padding=1).transpose(1, 2))).transpose(1, 2)
+    return net.d(F.relu(F.fold(h, x.shape[2:], 3, padding=1)))
+
+
+def upsampled(net, x):
+    return net.d(F.relu(net.t(F.relu(net.c(x)))))
+
+
+@pytest.mark.parametrize(
+    "forward, layers, shape, left",
+    [
+        (gated_linear_units, {"a": nn.Linear(5, 16), "o": nn.Linear(8, 3)}, (4, 5), {"a": 8}),
+        (
+            windows,
+            {"c": nn.Conv2d(3, 8, 1), "f": nn.Linear(72, 108), "d": nn.Conv2d(12, 2, 1)},
+            (2, 3, 6, 6),
+            {"c": 4, "f": 54},
+        ),
+        (
+            upsampled,
+            {"c": nn.Conv2d(3, 16, 1), "t": nn.ConvTranspose2d(16, 32, 3, groups=16), "d": nn.Conv2d(32, 2, 1)},
+            (2, 3, 5, 5),
+            {"c": 8, "t": 8},
+        ),
+    ],
+    ids=["glu", "windows", "transposed in groups"],
+)
+def test_half_of_the_channels_go_through(forward, layers, shape, left, tmp_path):
+    net, x = Net(forward, **copy.deepcopy(layers)).double(), numbers(*shape)
+    groups = dh.Coupled(net, x)
+    assert {s.reason for s in groups.sets} <= {None, "network input", "network output", "whole groups go"}
+    dh.prune(net, dh.Density(0.5), groups)
+    small = dh.compact(net, x, groups=groups)
+    assert {name: len(getattr(small, name).weight) for name in left} == left
+    assert largest_gap(net(x), small(x)) < 1e-12
+    dh.save(small, tmp_path / "small.safetensors")
+    again = dh.load(tmp_path / "small.safetensors", model=Net(forward, **copy.deepcopy(layers)).double())
+    assert torch.equal(again(x), small(x))
 
 
 class Experts(nn.Module):

@@ -394,6 +394,33 @@ def shuffles_pixels(n: Labels, op: Operation) -> None:
     n.set(op.out, axes)
 
 
+def gates(n: Labels, op: Operation) -> None:
+    """The first half of the channels, each times the sigmoid of one of the second half."""
+    x, dim = op.args[0], op.argument("dim", 1, -1) % op.args[0].dim()
+    halves = [axis.chunk(2, dim) if axis.shape[dim] > 1 else (axis, axis) for axis in n.of(x)]
+    for first, second in halves:
+        n.joined.join(first, second)
+    n.set(op.out, [first for first, _ in halves])
+
+
+def unfolds(n: Labels, op: Operation) -> None:
+    """Each channel becomes as many as a window has places, or those become one again."""
+    window = op.args[1] if op.name == "im2col" else op.args[2]
+    places, axes = window[0] * window[1], []
+    for axis in n.of(op.args[0]):
+        dim = axis.dim() - (3 if op.name == "im2col" else 2)
+        if any(n.varies(axis, d) for d in range(dim + 1, axis.dim())):
+            n.joined.fix(axis, f"{op.where} takes windows of them")
+            continue
+        axis = shortened(n, axis, range(dim + 1, axis.dim()))
+        if op.name == "im2col":
+            axes.append(axis.flatten(dim + 1).repeat_interleave(places if axis.shape[dim] > 1 else 1, dim))
+        else:
+            tied = n.tie(axis.unflatten(dim, (-1, places)), dim + 1) if axis.shape[dim] > 1 else axis.unsqueeze(-1)
+            axes.append(tied)
+    n.set(op.out, axes)
+
+
 def makes(n: Labels, op: Operation) -> None:
     """A new tensor for which only the type of another counts."""
     for tensor in op.outs:
@@ -438,6 +465,8 @@ _RULES: tuple[tuple[Rule, str], ...] = (
     (reduces, "mean sum amax amin max min var std norm linalg_vector_norm logsumexp prod var_mean any all"),
     (orders, "_softmax softmax _log_softmax log_softmax cumsum cumprod sort topk argsort argmax argmin"),
     (shuffles_pixels, "pixel_shuffle pixel_unshuffle"),
+    (gates, "glu"),
+    (unfolds, "im2col col2im"),
 )
 RULES: dict[str, Rule] = {name: rule for rule, names in _RULES for name in names.split()}
 

@@ -102,21 +102,21 @@ def convolves(n: Labels, op: Operation) -> None:
             for axis in n.along(tensor, d):
                 n.joined.fix(axis, f"{op.where} runs over them")
     out_dim, in_dim = (1, 0) if transposed else (0, 1)
+    made: list[Tensor] = []
     if groups == 1:
         read(n, op, x, 1, w, in_dim)
-    elif transposed:
-        n.fix([x, w], f"{op.where} is a transposed convolution in groups")
     elif (line := _channels(n, x)) is None or not n.is_weight(w):
         n.fix([x, w], "network input" if n.is_weight(w) else f"{op.where} computes its weight")
+    elif transposed:
+        made = _transposed_in_groups(n, op, line, w, groups)
     else:
         _in_groups(n, op, line, w, groups)
     shape = [-1 if d == 1 else 1 for d in range(op.out.dim())]
-    made = [n.line(axis, out_dim).view(shape) for axis in n.of(w) if axis.shape[out_dim] > 1]
-    if transposed and groups > 1:
-        made = []
+    if groups == 1 or not transposed:
+        made = [n.line(axis, out_dim) for axis in n.of(w) if axis.shape[out_dim] > 1]
     passed = [axis for axis in n.across(x, 1) if not any(s > 1 for s in axis.shape[2:])]
     flat = [1, op.out.shape[1]] + [1] * (op.out.dim() - 2)
-    parts: list[Part] = [(flat, made), ([x.shape[0]] + [1] * (op.out.dim() - 1), passed)]
+    parts: list[Part] = [(flat, [line.view(shape) for line in made]), ([x.shape[0]] + [1] * (op.out.dim() - 1), passed)]
     if bias is not None:
         parts.append((flat, [axis.view(shape) for axis in n.of(bias)]))
     n.set(op.out, meet(n, parts, op.where))
@@ -160,6 +160,24 @@ def _in_groups(n: Labels, op: Operation, ins: Tensor, w: Tensor, groups: int) ->
     for axis in columns:
         n.joined.join(n.line(axis, 1), ins.view(groups, -1)[0])
     note_reads(n, w, columns)
+
+
+def _transposed_in_groups(n: Labels, op: Operation, ins: Tensor, w: Tensor, groups: int) -> list[Tensor]:
+    """Whole groups of a transposed convolution go; gives the channels that it makes."""
+    name = n.owner(w)
+    if name is None or not by_blocks(groups, len(ins), op.out.shape[1]):
+        n.fix([w], f"{op.where} is a transposed convolution in groups")
+        n.joined.fix(ins, f"{op.where} is a transposed convolution in groups")
+        return []
+    n.of(w)
+    outs = n.joined.new(op.out.shape[1])
+    whole = torch.cat([n.places[name, 0].view(groups, -1), ins.view(groups, -1), outs.view(groups, -1)], 1)
+    n.joined.join(whole, whole[:, :1])
+    if (name, 1) in n.places:
+        n.joined.fix(n.places[name, 1], "whole groups go")
+    n.writes.add((name, 0))
+    n.in_blocks(name, "groups", len(ins) // groups, groups)
+    return [outs]
 
 
 # Norms.

@@ -92,7 +92,7 @@ def resize(module: Any) -> None:
             if tensor == "weight" and its is None:
                 its = getattr(module, "running_mean", None)
             if isinstance(its, Tensor) and hasattr(module, attribute):
-                times = getattr(module, "groups", 1) if (base, dim) == ("_ConvNd", 1) else 1
+                times = getattr(module, "groups", 1) if dim == 1 and base in ("_ConvNd", "_ConvTransposeNd") else 1
                 setattr(module, attribute, its.shape[dim] * times)
     if isinstance(getattr(module, "normalized_shape", None), tuple) and isinstance(module.weight, Tensor):
         module.normalized_shape = tuple(module.weight.shape)
