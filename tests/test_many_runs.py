@@ -251,6 +251,21 @@ def test_a_server_with_the_drivers_files_open_does_not_serve(tmp_path, monkeypat
     assert fork_server._has_touched_a_gpu()
 
 
+def test_a_server_whose_threads_have_computed_does_not_serve_for_forked_programs_would_wait_for_them(tmp_path):
+    (tmp_path / "computes.py").write_text("import torch\ndef at_once(): torch.ones(10**6).exp()\ndef never(): pass\n")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "2"}
+    for function, serves in (("never", True), ("at_once", False)):
+        server = ForkServer(environment, ["torch", f"computes:{function}"])
+        assert server.ready() == serves
+        server.close()
+
+
+def test_reading_mnist_starts_no_threads_that_a_fork_would_miss():
+    count = "import os; from deephoyer.lab.data import mnist; n = len(os.listdir('/proc/self/task')); mnist.mnist(); "
+    count += "assert len(os.listdir('/proc/self/task')) == n"
+    subprocess.run([sys.executable, "-c", count], check=True, env={**os.environ, "OMP_NUM_THREADS": "2"})
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("timed", [True, False], ids=["forked", "kept"])
 def test_forked_members_train_on_the_gpu(tmp_path, timed):

@@ -172,11 +172,13 @@ class Program:
 def serve(control: socket.socket, imports: Sequence[str]) -> Program | None:
     """Forks until the other end is closed. Returns once in the server, and in each child with what it has to run."""
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # for children: kept until they can listen
-    for module, _, function in (name.partition(":") for name in imports):
-        found = importlib.import_module(module)
+    named = [name.partition(":")[::2] for name in imports]
+    modules = [importlib.import_module(module) for module, _ in named]
+    threads = _threads()
+    for module, (_, function) in zip(modules, named, strict=True):
         if function:
-            getattr(found, function)()
-    if _has_touched_a_gpu():
+            getattr(module, function)()
+    if _has_touched_a_gpu() or _threads() > threads:  # those that torch computes with: children would wait for them
         return None
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
@@ -219,6 +221,10 @@ def serve(control: socket.socket, imports: Sequence[str]) -> Program | None:
                 os.close(descriptor)
     except ConnectionError:
         return None
+
+
+def _threads() -> int:
+    return len(os.listdir("/proc/self/task"))
 
 
 def _has_touched_a_gpu() -> bool:

@@ -63,5 +63,6 @@ def _tensor(raw: bytes) -> Tensor:
     """idx format: two zero bytes, the type, the number of dimensions, the sizes big-endian, the bytes."""
     dims = raw[3]
     shape = np.frombuffer(raw, ">u4", count=dims, offset=4).tolist()
-    values = torch.from_numpy(np.frombuffer(raw, np.uint8, offset=4 + 4 * dims).reshape(shape).copy())
-    return values.long() if dims == 1 else values.unsqueeze(1)
+    values = np.frombuffer(raw, np.uint8, offset=4 + 4 * dims).reshape(shape)
+    # Converted by NumPy: torch would start its threads, and a process that has them can't be forked (`fork_server.py`).
+    return torch.from_numpy(values.astype(np.int64)) if dims == 1 else torch.from_numpy(values.copy()).unsqueeze(1)
