@@ -300,6 +300,32 @@ def test_the_triton_kernel_zeroes_what_is_dropped_and_nothing_else(dtype, monkey
         torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64])
+def test_on_a_cpu_zeroing_by_bits_is_a_fill_and_keeps_the_bits_of_all_else(dtype):
+    torch.manual_seed(0)
+    whole = torch.randn(40, 60).to(dtype)
+    tensors = [torch.randn(7).to(dtype), torch.randn(3, 4, 5, 6).to(dtype).to(memory_format=torch.channels_last)]
+    tensors += [whole[:, ::2], whole.t(), nn.Parameter(torch.randn(5, 5).to(dtype), requires_grad=dtype.is_complex)]
+    zero = Zeroing()
+    for tensor in tensors:
+        with torch.no_grad():
+            tensor[0], tensor[-1] = torch.nan, -0.0
+            drop = laid_like(torch.rand(tensor.shape) < 0.5, tensor)
+            expected = tensor.clone().masked_fill_(drop, 0)
+            for _ in range(2):  # at the second call the mask is at hand
+                zero([(tensor, drop)])
+        bytes_of = [t.detach().contiguous().view(torch.uint8) for t in (tensor, expected)]
+        assert torch.equal(*bytes_of)
+
+
+def test_zeroing_by_bits_follows_a_mask_that_took_anothers_place():
+    zero = Zeroing()
+    for _ in range(20):  # masks that are gone leave their numbers to the next
+        tensor, drop = torch.randn(50), torch.rand(50) < 0.5
+        zero([(tensor, drop)])
+        assert torch.equal(tensor == 0, drop)
+
+
 @pytest.mark.cuda
 @compiled
 @pytest.mark.parametrize("groups", ["elements", "filters+channels"])
