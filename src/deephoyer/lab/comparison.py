@@ -421,7 +421,15 @@ class Comparison(Queue):
             for size in self.protocol.sizes
             if (value := self.chosen(method, size)) is not None
         ]
-        return {"format": FORMAT, "name": self.name, "chosen": chosen, "outcomes": found, "failed": failed}
+        of_stages = (self.dense_epochs, self.training_epochs, self.epochs - self.training_epochs)
+        return {
+            "format": FORMAT,
+            "name": self.name,
+            "epochs": dict(zip(Epochs.model_fields, of_stages, strict=True)),
+            "chosen": chosen,
+            "outcomes": found,
+            "failed": failed,
+        }
 
     # The queue
 

@@ -80,6 +80,8 @@ def run_queue(
         if crowd > 1:
             environment |= gpu_sharing.quiet_threads()
             environment |= shared.enter_context(gpu_sharing.mps(say, crowd)) if mps else {}
+        elif jobs > 1:
+            environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // jobs)))
         if show is not None:  # a live table says it all
             say = _nothing
         conduct([*program, "run", *words], environment, queue, jobs, show, say, _imports(words), not timed)

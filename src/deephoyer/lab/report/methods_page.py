@@ -54,7 +54,7 @@ def page(results: Path = RESULTS, figures: Path | None = None) -> str:
         protocol, content = comparison.read(name), read(name, results)
         parts += [
             f"## {protocol.about}",
-            f"`deephoyer compare {name}`; all runs are of `{protocol.base}`{_epochs(protocol)}.",
+            f"`deephoyer compare {name}`; all runs are of `{protocol.base}`{_epochs(protocol, content)}.",
         ]
         parts += [_table(protocol, content, size) for size in protocol.sizes]
         if figures is not None and (figures / f"methods-{name}.svg").exists():
@@ -73,8 +73,10 @@ def page(results: Path = RESULTS, figures: Path | None = None) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _epochs(protocol: Protocol) -> str:
-    own = [f"{epochs} to {stage}" for stage, epochs in protocol.epochs if epochs is not None]
+def _epochs(protocol: Protocol, content: dict[str, Any] | None) -> str:
+    """Those that were run, or else would be."""
+    epochs = dict(protocol.epochs) if content is None else content["epochs"]
+    own = [f"{count} to {stage}" for stage, count in epochs.items() if count is not None]
     return f" with epochs of their own ({', '.join(own)})" if own else ""
 
 
