@@ -10,11 +10,11 @@ from deephoyer.scores import Random, Score
 
 
 class RandomPruning(Method):
-    """one cut at random, no training before it (Mittal et al. 2018)"""
+    """one cut at random, no training before it (Mittal et al. 2018); drawn from the run's seed unless `seed` is given"""
 
-    def __init__(self, seed: int = 0):
+    def __init__(self, seed: int | None = None):
         super().__init__()
         self.seed = seed
 
     def score(self, stage: Stage) -> Score:
-        return Random(self.seed)
+        return Random(stage.seed if self.seed is None else self.seed)
