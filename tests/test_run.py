@@ -180,7 +180,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpo
 def test_a_model_that_can_not_read_the_data_is_told_in_a_line(tmp_path, monkeypatch):
     digits = data.load("mnist", limit=20)
     photographs = dataclasses.replace(digits, train_x=digits.train_x.repeat(1, 3, 1, 1))
-    monkeypatch.setattr("deephoyer.lab.train.run._data_of", lambda recipe, device: photographs)
+    monkeypatch.setattr("deephoyer.lab.data.on_device", lambda choice, device: photographs)
     with pytest.raises(dh.UserError, match="lenet-300-100 can't read images of 3×28×28"):
         Run(small(), tmp_path).execute()
 

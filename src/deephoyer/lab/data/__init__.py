@@ -6,9 +6,13 @@ streaming (`streaming.py`); what both are to the rest is `source.py`.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
 
 from deephoyer.lab.data import cifar10 as _cifar10
 from deephoyer.lab.data.cifar10 import cifar10 as read_cifar10
@@ -18,7 +22,7 @@ from deephoyer.lab.data.source import TEST, Images, Source
 from deephoyer.lab.data.streaming import folder, imagenet, tiny_imagenet
 from deephoyer.registry import Registry
 
-__all__ = ["DATASETS", "TEST", "Dataset", "Images", "Source", "fetch", "load"]
+__all__ = ["DATASETS", "TEST", "Dataset", "Images", "Source", "fetch", "load", "on_device"]
 
 DATASETS: Registry[Source] = Registry("data set", "data")
 DATASETS.add("mnist", read_mnist)
@@ -35,6 +39,22 @@ def load(name: str | dict[str, Any], **settings: Any) -> Any:
     torch.Size([100, 1, 28, 28])
     """
     return DATASETS.make(name, **settings)
+
+
+_shared: WeakValueDictionary[tuple[str, torch.device], Source] = WeakValueDictionary()
+
+
+def on_device(choice: str | dict[str, Any], device: torch.device) -> Source:
+    """A recipe's data, ready for training on the device. Runs of one process share one copy of what lies in memory."""
+    key = json.dumps(choice, sort_keys=True), device
+    if key in _shared:
+        return _shared[key]
+    found = load(choice).to(device)
+    if isinstance(found, Dataset):
+        found = found.in_floats()
+    if found.in_memory:
+        _shared[key] = found
+    return found
 
 
 def fetch(name: str, source: str | None = None, say: Callable[[str], None] = lambda text: None) -> Path | None:

@@ -10,7 +10,7 @@ from deephoyer.scores import Random, Score
 
 
 class RandomPruning(Method):
-    """one cut at random, no training before it (Mittal et al. 2018); drawn from the run's seed unless `seed` is given"""
+    """one cut at random, no training before it (Mittal et al. 2018); drawn from the run's seed, or from `seed`"""
 
     def __init__(self, seed: int | None = None):
         super().__init__()

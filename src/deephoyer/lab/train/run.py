@@ -5,7 +5,6 @@ One loop serves all stages. Which model, which data and which penalty are names 
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -13,7 +12,6 @@ from dataclasses import asdict
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
-from weakref import WeakValueDictionary
 
 import safetensors.torch
 import torch
@@ -24,7 +22,7 @@ from deephoyer.groups import Grouping, groupings
 from deephoyer.lab import data as datasets
 from deephoyer.lab import models
 from deephoyer.lab.choices import Choices, named, several
-from deephoyer.lab.data import TEST, Dataset, Images, Source
+from deephoyer.lab.data import TEST, Images
 from deephoyer.lab.methods import METHODS, Method
 from deephoyer.lab.methods import Stage as MethodStage
 from deephoyer.lab.recipe import Command
@@ -138,7 +136,7 @@ class Run:
             # Before the first stage trains for hours; what it started from is in its own checkpoint later.
             begun = self.state.stage != "start"
             find.all_there([one for one in self.recipe.networks() if not (begun and one[0] == "start")])
-        self.data = _data_of(self.recipe, self.device)
+        self.data = datasets.on_device(self.recipe.data, self.device)
         if self.data.crops and (self.recipe.shift or self.recipe.flip):
             raise UserError(
                 f"shift and flip are for images that are not cropped; {self.data.name} is cropped and mirrored by "
@@ -590,22 +588,6 @@ class Run:
         checkpoint.save(self.folder.checkpoints, tensors, asdict(self.state))
         self._saved = time.monotonic()
         self._save_cost = self._saved - began
-
-
-_at_hand: WeakValueDictionary[tuple[str, torch.device], Source] = WeakValueDictionary()
-
-
-def _data_of(recipe: Recipe, device: torch.device) -> Source:
-    """A recipe's data, handed out on the device; of what lies in memory, runs of a process have one copy."""
-    key = json.dumps(recipe.data, sort_keys=True), device
-    if key in _at_hand:
-        return _at_hand[key]
-    found = datasets.load(recipe.data).to(device)
-    if isinstance(found, Dataset):
-        found = found.in_floats()
-    if found.in_memory:
-        _at_hand[key] = found
-    return found
 
 
 def _read(numbers: dict[str, Tensor]) -> dict[str, float]:
