@@ -99,6 +99,48 @@ def test_members_that_failed_through_anothers_gpu_fault_are_retried_alone_once_a
     assert "launch failure" in team[1].folder.joinpath("log.txt").read_text(), "the first failure can still be read"
 
 
+class EndsDecide(ListedMembers):
+    """A queue that is open until all of its members have ended, as a comparison's and a search's are."""
+
+    def __init__(self, members):
+        super().__init__(members)
+        self.left, self.alive = len(members), set()
+
+    def open(self):
+        return self.left > 0
+
+    def ended(self, member):
+        self.left -= 1
+
+    def tick(self, busy):
+        self.alive |= {(member.folder.name, member.retried, member.busy) for member in busy}
+
+
+def test_a_faulted_member_is_retried_though_its_queue_waits_for_its_end_and_hears_of_it_until_then(tmp_path):
+    team = [Member([], tmp_path / name) for name in ("faulted", "killed")]
+    queue = EndsDecide(team)
+    conduct([sys.executable, "-c", FAULTY], dict(os.environ), queue, 2)
+    assert [(m.status, m.retried) for m in team] == [(0, True), (3, False)]
+    assert ("faulted", False, False) in queue.alive
+
+
+def test_a_member_that_was_just_being_started_is_told_as_interrupted(tmp_path, monkeypatch):
+    stopped = []
+
+    class Noted(ListedMembers):
+        def interrupted(self, member):
+            stopped.append(member)
+
+    def ctrl_c(server):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ForkServer, "ready", ctrl_c)
+    member = Member([], tmp_path / "a")
+    with pytest.raises(KeyboardInterrupt):
+        conduct([sys.executable, "-c", "pass"], dict(os.environ), Noted([member]), 1)
+    assert stopped == [member]
+
+
 @pytest.mark.parametrize("axis", ["seed", "seed=", "=1", "seed=1,1", "seed=one", "sed=1"])
 def test_a_grid_that_makes_no_sense_is_refused_before_anything_runs(tmp_path, axis):
     with pytest.raises(dh.UserError):

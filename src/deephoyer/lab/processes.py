@@ -115,7 +115,7 @@ class Queue:
         """It was stopped with its parent; the same command goes on with it later."""
 
     def tick(self, busy: Sequence[Member]) -> None:
-        """Called several times a second, with what is running."""
+        """Called several times a second, with what is running or waits to be retried."""
 
 
 class ListedMembers(Queue):
@@ -153,13 +153,15 @@ def conduct(
         try:
             while queue.open() or busy or faulted:
                 while len(busy) < jobs and (member := queue.next()) is not None:
-                    busy.append(start(member))
+                    busy.append(member)  # before it starts, which may take seconds: Ctrl-C then finds it here
+                    start(member)
                     say(f"starts: {member.title}")
-                if faulted and not busy and not queue.open():
+                if faulted and not busy:
                     # Only now: a GPU's server is in order again when the last process has left it. Alone, for one
-                    # of them may have been the cause.
+                    # of them may have been the cause. The queue may be open still, for what follows from them.
                     start.let_go()
-                    busy.append(start(faulted.pop(0).again()))
+                    busy.append(faulted.pop(0).again())
+                    start(busy[0])
                 for member in list(busy):
                     if not _poll(member):
                         continue
@@ -168,12 +170,13 @@ def conduct(
                         faulted.append(member)
                         say(f"failed on the GPU, retried later: {member.title}")
                     elif member.failed_after_another():
-                        busy.append(start(member.again()))
+                        busy.append(member.again())
+                        start(member)
                         say(f"failed after another run, retried by itself: {member.title}")
                     else:
                         queue.ended(member)
                         say(f"{member.line()}: {member.title}")
-                queue.tick(busy)
+                queue.tick([*busy, *faulted])
                 if show is not None:
                     show(busy)
                 elif time.monotonic() - told > TOLD_EVERY:
