@@ -268,9 +268,24 @@ def test_runs_of_a_process_that_is_kept_are_those_that_each_would_be_by_itself(t
     assert not record["compact"]["latency"] and "layer_ms" not in record
 
 
-def test_when_the_server_is_killed_its_programs_end_and_the_next_start_by_themselves(tmp_path):
-    waits = "import pathlib, sys, time; from deephoyer.lab.processes import end_with_parent; end_with_parent(); "
-    waits += "(pathlib.Path(sys.argv[-1]) / 'ready').touch(); time.sleep(0 if 'second' in sys.argv[-1] else 60)"
+ENDS_SLOWLY = """
+import pathlib, sys, time
+from deephoyer.lab.processes import end_with_parent
+mine = pathlib.Path(sys.argv[-1])
+if (mine / "ready").exists() or mine.name == "second":
+    sys.exit(mine.name == "first" and not (mine / "over").exists() and "two at once")
+end_with_parent()
+(mine / "ready").touch()
+try:
+    time.sleep(60)
+except KeyboardInterrupt:
+    time.sleep(1)
+    (mine / "over").touch()
+"""
+
+
+@pytest.mark.parametrize("keep", [False, True], ids=["forked", "kept"])
+def test_when_the_server_is_killed_its_programs_end_and_only_then_start_again_by_themselves(tmp_path, keep):
     team = [Member([], tmp_path / name) for name in ("first", "second")]
     killed = []
 
@@ -280,9 +295,56 @@ def test_when_the_server_is_killed_its_programs_end_and_the_next_start_by_themse
             killed.extend([server, *_children_of(server)])
             os.kill(server, signal.SIGKILL)
 
-    conduct([sys.executable, "-c", waits], dict(os.environ), ListedMembers(team), 1, show)
-    assert [m.status for m in team] == [1, 0] and len(killed) == 2
+    conduct([sys.executable, "-c", ENDS_SLOWLY], dict(os.environ), ListedMembers(team), 1, show, keep=keep)
+    assert [(m.status, m.retried) for m in team] == [(0, True), (0, False)] and len(killed) == 2
     _until(lambda: not os.path.exists(f"/proc/{killed[1]}"))
+
+
+def test_ctrl_c_after_the_server_was_killed_waits_for_its_programs(tmp_path):
+    def show(busy):
+        if (tmp_path / "first" / "ready").exists():
+            os.kill(_children_of(os.getpid())[-1], signal.SIGKILL)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        members = ListedMembers([Member([], tmp_path / "first")])
+        conduct([sys.executable, "-c", ENDS_SLOWLY], dict(os.environ), members, 1, show)
+    assert (tmp_path / "first" / "over").exists()
+
+
+@pytest.fixture
+def server(tmp_path):
+    """A server that has imported `left_behind`, which started a program of its own and forgot it."""
+    (tmp_path / "left_behind.py").write_text("import subprocess\nsubprocess.Popen(['sleep', '0.2'])\n")
+    server = ForkServer({**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}, ["left_behind"])
+    assert server.ready()
+    yield server
+    server.close()
+
+
+def _said(server, tmp_path, *words):
+    with open(tmp_path / "log.txt", "wb") as log:
+        process = server.start(["-c", *words], log)
+        status = process.wait()
+        process.stdin.close()
+    return status, (tmp_path / "log.txt").read_text()
+
+
+def test_a_forked_program_ends_as_python_ends_with_its_threads_and_what_they_and_exit_handlers_say(server, tmp_path):
+    late = "import atexit, threading, time; atexit.register(print, 'at exit'); "
+    late += "threading.Thread(target=lambda: (time.sleep(0.2), print('thread'))).start(); print('main')"
+    assert _said(server, tmp_path, late) == (0, "main\nthread\nat exit\n")
+
+
+def test_a_server_outlives_programs_that_it_did_not_fork(server, tmp_path):
+    for _ in range(2):
+        assert _said(server, tmp_path, "import time; time.sleep(0.3)") == (0, "")
+
+
+def test_words_that_are_too_many_for_a_message_are_left_to_who_asks_and_the_server_goes_on(server, tmp_path):
+    with open(tmp_path / "log.txt", "wb") as log:
+        assert server.start(["-c", "pass", "x" * 150_000], log) is None
+    assert _said(server, tmp_path, "print('still here')") == (0, "still here\n")
 
 
 def test_a_server_with_the_drivers_files_open_does_not_serve(tmp_path, monkeypatch):

@@ -21,6 +21,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,23 +64,24 @@ class ForkServer:
 
     def ready(self) -> bool:
         """Waits until it has imported what it imports; False if it can't serve here."""
-        self.gone = self.gone or not self._socket.recv(MESSAGE)
+        self.gone = self.gone or not _received(self._socket)
         return not self.gone
 
     def start(self, words: list[str], log: IO[bytes], keep: bool = False) -> Forked | None:
         """Has a child run `python words`, its output in a log; None if the server is gone. With `keep` that is one that
         is kept, if one is free."""
-        reading, writing = os.pipe()
-        self._started += 1
-        request = {"start": self._started, "words": words, "keep": keep}
-        try:
-            socket.send_fds(self._socket, [json.dumps(request).encode()], [reading, log.fileno()])
-        except OSError:  # it is gone, or can't take that many words
-            os.close(writing)
+        request = json.dumps({"start": self._started + 1, "words": words, "keep": keep}).encode()
+        if len(request) > MESSAGE:
             return None
-        finally:
-            os.close(reading)
-        return Forked(self, self._started, os.fdopen(writing, "wb", buffering=0), keep)
+        self._started += 1
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                socket.send_fds(self._socket, [request], [theirs.fileno(), log.fileno()])
+            except OSError:  # it is gone
+                ours.close()
+                return None
+        return Forked(self, self._started, ours, keep)
 
     def tell(self, **request: int) -> None:
         """Asks for something else; nobody hears it if the server is gone."""
@@ -92,11 +94,9 @@ class ForkServer:
         """The exit status of a child, negative for a signal; None while it runs or if nobody knows any more."""
         while number not in self._ended and not self.gone:
             try:
-                told = self._socket.recv(MESSAGE, 0 if wait else socket.MSG_DONTWAIT)
+                told = _received(self._socket, 0 if wait else socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return None
-            except ConnectionError:
-                told = b""
             if told:
                 end = json.loads(told)
                 self._ended[end["ended"]] = end["status"]
@@ -111,31 +111,52 @@ class ForkServer:
 
 
 class Forked:
-    """A child of the server: what `processes.py` needs of a `subprocess.Popen`."""
+    """A child of the server: what `processes.py` needs of a `subprocess.Popen`.
+
+    Its standard input is a socket, by which this side sees when the child no longer holds the other end.
+    """
 
     LOST = 1
     """The status of one whose server was killed: it is told to end, and how it ends is not known."""
 
-    def __init__(self, server: ForkServer, number: int, stdin: IO[bytes], kept: bool):
+    def __init__(self, server: ForkServer, number: int, stdin: socket.socket, kept: bool):
         self._server, self._number, self.stdin, self.kept = server, number, stdin, kept
         self.returncode: int | None = None
+        self.lost = False
 
     def poll(self, wait: bool = False) -> int | None:
         if self.returncode is None:
             self.returncode = self._server.status(self._number, wait)
-            if self.returncode is None and self._server.gone:
-                self.stdin.close()
-                self.returncode = self.LOST
+            if self.returncode is None and self._server.gone and self._left(wait):
+                self.returncode, self.lost = self.LOST, True
         return self.returncode
 
+    def _left(self, wait: bool) -> bool:
+        """Tells a child without a server to end; whether it has."""
+        try:
+            self.stdin.shutdown(socket.SHUT_WR)
+            return not _received(self.stdin, 0 if wait else socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:  # nobody is at the other end
+            return True
+
     def wait(self) -> int:
-        status = self.poll(wait=True)
-        assert status is not None
+        while (status := self.poll(wait=True)) is None:
+            pass
         return status
 
     def send_signal(self, number: int) -> None:
         """By the server, who knows whether the process's number is still its own."""
         self._server.tell(signal=number, to=self._number)
+
+
+def _received(line: socket.socket, flags: int = 0) -> bytes:
+    """The next message; b"" if the other end is closed, however that came."""
+    try:
+        return line.recv(MESSAGE, flags)
+    except ConnectionError:
+        return b""
 
 
 # The server's side
@@ -236,10 +257,7 @@ def _has_touched_a_gpu() -> bool:
 def _relay(control: socket.socket, child: Child) -> None:
     """Passes on that a child which is kept has ended a program; it is free then, or about to end itself."""
     assert child.line is not None
-    try:
-        told = child.line.recv(MESSAGE)
-    except ConnectionError:
-        told = b""
+    told = _received(child.line)
     if told:
         child.number = None
         control.send(told)
@@ -253,7 +271,9 @@ def _tell_ends(control: socket.socket, children: dict[int, Child]) -> None:
         process, status = os.waitpid(-1, os.WNOHANG)
         if not process:
             return
-        child = children.pop(process)
+        child = children.pop(process, None)
+        if child is None:  # an import had started it
+            continue
         if child.line is not None:  # its last word may not have been heard yet
             _relay(control, child)
         if child.line is not None:
@@ -347,8 +367,11 @@ def main() -> None:
             status = run_all(program)
         except ConnectionError:  # the server is gone
             status = 0
-        # Not by way of Python's own end, in which a second goes by over what was imported.
+        # As Python ends, but for a second that goes by over what was imported.
+        threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
         os._exit(status)
 
 

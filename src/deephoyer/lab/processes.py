@@ -82,10 +82,11 @@ class Member:
         words = _text(self.folder / "log.txt")
         return ended and not self.retried and any(trouble in words for trouble in GPU_TROUBLES)
 
-    def failed_after_another(self) -> bool:
-        """Whether it was an error, for the first time, in a process that may have done other runs before."""
-        kept = isinstance(self.process, Forked) and self.process.kept
-        return kept and not self.retried and self.status in (1, -signal.SIGABRT, -signal.SIGSEGV)
+    def failed_in_shared_process(self) -> bool:
+        """Whether it was an error, for the first time, in a process that may have done other runs before, or whose
+        server was killed."""
+        shared = isinstance(self.process, Forked) and (self.process.kept or self.process.lost)
+        return shared and not self.retried and self.status in (1, -signal.SIGABRT, -signal.SIGSEGV)
 
     def again(self) -> Member:
         self.process, self.status, self.retried = None, None, True
@@ -169,10 +170,10 @@ def conduct(
                     if jobs > 1 and member.failed_on_gpu():
                         faulted.append(member)
                         say(f"failed on the GPU, retried later: {member.title}")
-                    elif member.failed_after_another():
+                    elif member.failed_in_shared_process():
                         busy.append(member.again())
                         start(member)
-                        say(f"failed after another run, retried by itself: {member.title}")
+                        say(f"failed, retried in a process of its own: {member.title}")
                     else:
                         queue.ended(member)
                         say(f"{member.line()}: {member.title}")
