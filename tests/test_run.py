@@ -215,7 +215,9 @@ def test_a_folder_made_by_another_recipe_is_refused(tmp_path):
 def test_a_stage_that_has_not_begun_may_still_be_changed(tmp_path):
     with pytest.raises(dh.UserError, match="would leave nothing of"):
         Run(small("prune.value=1e6"), tmp_path).execute()
+    assert "would leave nothing of" in json.loads((tmp_path / "failed.json").read_text()), "for who counts on it"
     assert Run(small("prune.value=0.1"), tmp_path).execute().finished()
+    assert not (tmp_path / "failed.json").exists()
 
 
 def test_a_second_process_is_kept_out_of_the_folder(tmp_path):

@@ -141,7 +141,7 @@ def value_for(
     # Of a large network there are as many as weights: they are read one by one.
     values = _Numbers(borders[: bisect_left(_Numbers(borders), True, key=tries.empties)])
     if not values:
-        raise UserError("prune.target: a layer is all zero before anything is pruned.")
+        raise Empties("prune.target: a layer is all zero before anything is pruned.")
     if goal.is_size:
         place = tries.first_kept(values)
     else:

@@ -25,22 +25,19 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from deephoyer.errors import UserError, unknown
-from deephoyer.files import plain_file, write_atomically
+from deephoyer.files import plain_file
 from deephoyer.lab import bounded_yaml
 from deephoyer.lab import recipe as recipes
 from deephoyer.lab.processes import Member, Queue
 from deephoyer.lab.runs.find import RUNS
+from deephoyer.lab.runs.folder import FAILED
 from deephoyer.lab.schema import Recipe
 from deephoyer.lab.search import MEASURES
 
 FOLDER = Path(__file__).parent / "comparisons"
 FORMAT = "deephoyer-comparison-1"
-FAILED = "failed.json"
-"""Why a run can't be done, in its folder; without this file it is tried again."""
 TOLERANCE = 0.01
 """How far from the size asked for a network may be, as a share of it."""
-
-
 DECADE = 10.0
 """How far on both sides of its best a penalty's strength is looked at, as a factor."""
 
@@ -462,9 +459,7 @@ class Comparison(Queue):
         self._busy.discard(member.folder)
         self._done[member.folder] = member.result() is not None
         if not self._done[member.folder]:
-            self._failed[member.folder] = why = member.log_tail()
-            if member.status == 2:  # no accident: it would fail again
-                write_atomically(member.folder / FAILED, json.dumps(why).encode())
+            self._failed[member.folder] = member.log_tail()
 
     def interrupted(self, member: Member) -> None:
         self._busy.discard(member.folder)
@@ -486,7 +481,8 @@ def sign_flips(differences: Sequence[float]) -> float:
     count = len(differences)
     if not 1 <= count <= 20:
         raise UserError(f"a paired test goes with 1 to 20 seeds, not {count}.")
-    observed = abs(sum(differences)) * (1 - 1e-12)
+    # Accuracies are multiples of one image's share, so that ties are common: rounding must not break them.
+    observed = abs(sum(differences)) - 1e-9 * sum(map(abs, differences))
     extreme = 0
     for signs in range(2**count):
         total = sum(-d if signs >> i & 1 else d for i, d in enumerate(differences))

@@ -59,7 +59,8 @@ def compare(
     if write:
         from deephoyer.lab.report import methods_page
 
-        out.print(f"kept in {methods_page.write(found)}")
+        whole = Comparison(name, overrides or []) if only else found  # what the other methods came to stays
+        out.print(f"kept in {methods_page.write(whole)}")
         _draw(found.name)
         _write_page()
 

@@ -92,21 +92,26 @@ def finals(protocol: Protocol, content: dict[str, Any] | None, method: str, size
 
 
 def verdicts(rows: dict[str, list[ComparedRun]]) -> dict[str, str]:
-    """Which method is best, and which can't be told from it: paired by seeds, exact, corrected for all the tests."""
-    full = {name: found for name, found in rows.items() if found}
-    if len(full) < 2:
-        return {}
-    mean = {name: statistics.fmean(o.accuracy for o in found) for name, found in full.items()}
+    """Which method is best, and which can't be told from it: paired by seeds, exact, corrected for all the tests.
+
+    Methods that lack seeds which others have are not judged, for their means are of other seeds; nor is a best called
+    while there are such.
+    """
+    by_seed = {name: {o.seed: o.accuracy for o in found} for name, found in rows.items() if found}
+    most = max(map(len, by_seed.values()), default=0)
+    told = {name: "seeds are missing" for name, mine in by_seed.items() if len(mine) < most}
+    mean = {name: statistics.fmean(mine.values()) for name, mine in by_seed.items() if name not in told}
+    if len(mean) < 2:
+        return told
     best = max(mean, key=lambda name: mean[name])
-    by_seed = {name: {o.seed: o.accuracy for o in found} for name, found in full.items()}
     p_values = {}
-    for name, mine in by_seed.items():
-        common = sorted(set(mine) & set(by_seed[best]))
+    for name in mean:
+        common = sorted(set(by_seed[name]) & set(by_seed[best]))
         if name != best and common:
-            p_values[name] = sign_flips([by_seed[best][seed] - mine[seed] for seed in common])
+            p_values[name] = sign_flips([by_seed[best][seed] - by_seed[name][seed] for seed in common])
     adjusted = holm(p_values)
-    told = {n: f"p = {p:.3g}" if p < LEVEL else f"not told from it (p = {p:.2g})" for n, p in adjusted.items()}
-    clear = all(p < LEVEL for p in adjusted.values())
+    clear = not told and all(p < LEVEL for p in adjusted.values())
+    told |= {n: f"p = {p:.3g}" if p < LEVEL else f"not told from it (p = {p:.2g})" for n, p in adjusted.items()}
     return told | {best: "**best**" if clear else "highest mean"}
 
 

@@ -19,6 +19,8 @@ from deephoyer.lab.recipe import Command
 from deephoyer.lab.schema import DESCRIPTIVE, STAGES, Recipe
 
 COMMAND, RECIPE = "command.json", "recipe.yaml"
+FAILED = "failed.json"
+"""Why a run can't be pruned as its recipe says, in words: without this file it is worth another try."""
 _held: set[TextIO] = set()
 """The locks of this process."""
 
@@ -57,6 +59,7 @@ class RunFolder:
             self._lock.close()
             raise UserError(f"run folder {self.path}: another process is working in it.") from None
         _held.add(self._lock)
+        (self.path / FAILED).unlink(missing_ok=True)
         for place in (self.path, self.checkpoints):  # of writers that were killed; nobody else writes here now
             remove_leftovers(place)
 

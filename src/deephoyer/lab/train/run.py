@@ -27,7 +27,7 @@ from deephoyer.lab.methods import METHODS, Method
 from deephoyer.lab.methods import Stage as MethodStage
 from deephoyer.lab.recipe import Command
 from deephoyer.lab.runs import checkpoint, environment, find
-from deephoyer.lab.runs.folder import RunFolder
+from deephoyer.lab.runs.folder import FAILED, RunFolder
 from deephoyer.lab.runs.state import State
 from deephoyer.lab.schema import TITLES, Recipe
 from deephoyer.lab.stages import Regularize, Training
@@ -42,9 +42,10 @@ from deephoyer.lab.train.progress import Silent
 from deephoyer.lab.train.pruning import pruned, warning_of_loss
 from deephoyer.lab.train.step import CapturedStep, PlainStep
 from deephoyer.lab.train.strength_control import Pursuit, aim_of
-from deephoyer.masks import Hold, Masks
+from deephoyer.masks import Empties, Hold, Masks
 from deephoyer.penalties import PENALTIES
 from deephoyer.regularizer import Regularizer
+from deephoyer.targets import OutOfReach
 
 METHOD_FILE = "method.safetensors"
 """What a method trained besides the weights, for runs that start from this one's network."""
@@ -96,6 +97,10 @@ class Run:
                     while not self.finished():
                         self._stage(self.state.stage, resumed)
                         resumed = {}
+            except (Empties, OutOfReach) as why:
+                if self.processes.main:
+                    self.folder.write_json(FAILED, str(why))
+                raise
             finally:
                 self.folder.close()
         self.processes = Processes()  # what is left to do is rank 0's alone
