@@ -126,6 +126,13 @@ def test_while_all_wait_the_networks_are_trained_that_the_fresh_seeds_start_from
     assert all("regularize=null" in m.overrides for m in started[:-1])
 
 
+def test_no_dense_networks_are_trained_for_methods_that_start_from_scratch(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = Comparison("lenet-300-100", only=["SNIP"])
+    started = list(iter(found.next, None))
+    assert len(started) == 3 * 8 * 3 and all("method=snip" in member.overrides for member in started)
+
+
 def test_what_cannot_be_pruned_is_not_tried_again_and_what_failed_otherwise_is(tmp_path, monkeypatch):
     """Data that are missing and a disk that is full are exit status 2, too."""
     monkeypatch.chdir(tmp_path)

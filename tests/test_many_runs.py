@@ -364,6 +364,15 @@ def test_a_server_whose_threads_have_computed_does_not_serve_for_forked_programs
         server.close()
 
 
+def test_runs_side_by_side_share_the_cores_that_this_process_may_use(tmp_path, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    team, speaks = [Member([], tmp_path / name) for name in "ab"], "import os; print(os.environ['OMP_NUM_THREADS'])"
+    sweep.run_queue([], ListedMembers(team), 2, ["cpu"] * 2, program=[sys.executable, "-c", speaks])
+    assert [(m.folder / "log.txt").read_text() for m in team] == ["3\n", "3\n"]
+
+
 def test_reading_mnist_starts_no_threads_that_a_fork_would_miss():
     count = "import os; from deephoyer.lab.data import mnist; n = len(os.listdir('/proc/self/task')); mnist.mnist(); "
     count += "assert len(os.listdir('/proc/self/task')) == n"

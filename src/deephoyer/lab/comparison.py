@@ -18,6 +18,7 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -126,6 +127,11 @@ class Protocol(BaseModel):
     """Seeds of the chosen settings: those that follow."""
     methods: dict[str, Entry]
 
+    @property
+    def fresh_seeds(self) -> range:
+        """The seeds of the chosen settings."""
+        return range(self.choose, self.choose + self.final)
+
     def chooses_at(self, size: float) -> bool:
         return self.choose_at == "each size" or size == self.middle
 
@@ -208,8 +214,7 @@ class Comparison(Queue):
         self.epochs = base.regularize.epochs + base.finetune.epochs
         self.device = base.device
         self.sizes = sorted(self.protocol.sizes, key=lambda size: size != self.protocol.middle)
-        self._chains: dict[Job, list[tuple[str, ...]]] = {}
-        self._folders: dict[tuple[str, ...], Path] = {}
+        self.chain, self.folder = cache(self._chain), cache(self._folder)
         self._done: dict[Path, bool] = {}
         self._chosen: dict[tuple[str, float], float | None] = {}
         for method, entry in self.methods.items():  # a slip shows before anything starts
@@ -225,20 +230,19 @@ class Comparison(Queue):
     def _read(self, words: Sequence[str]) -> Recipe:
         return recipes.read(self.protocol.base, (*self.overrides, *words))
 
+    def _words(self, words: tuple[str, ...]) -> str:
+        """All that names a run, in an order of its own."""
+        return shlex.join([self.protocol.base, *sorted((*self.overrides, *words))])
+
     def _from(self, words: tuple[str, ...]) -> str:
         """The override that starts a run from the network that these words make."""
-        return f"start={json.dumps(shlex.join([self.protocol.base, *sorted((*self.overrides, *words))]))}"
-
-    def chain(self, job: Job) -> list[tuple[str, ...]]:
-        """The overrides of the runs that a job takes, one after another; the last is its own."""
-        if job not in self._chains:
-            self._chains[job] = self._chain(job)
-        return self._chains[job]
+        return f"start={json.dumps(self._words(words))}"
 
     def _dense(self, seed: int) -> tuple[str, ...]:
         return ("regularize=null", "prune=null", "finetune=null", f"seed={seed}")
 
     def _chain(self, job: Job) -> list[tuple[str, ...]]:
+        """The overrides of the runs that a job takes, one after another; the last is its own."""
         entry, seed = self.methods[job.method], f"seed={job.seed}"
         target = f"prune.target={{{self.protocol.target}: {job.size:g}}}"
         setting = entry.word(job.value)
@@ -257,16 +261,11 @@ class Comparison(Queue):
         trained = (*training, "pretrain=null", "prune=null", "finetune=null", seed, self._from(dense))
         return [dense, trained, (*pruning, "pretrain=null", "regularize=null", target, seed, self._from(trained))]
 
-    def folder(self, words: tuple[str, ...]) -> Path:
-        """A run's folder, by its words alone: thousands of recipes would have to be read for their identities."""
-        if words not in self._folders:
-            self._folders[words] = self._folder(words)
-        return self._folders[words]
-
     def _folder(self, words: tuple[str, ...]) -> Path:
-        every = shlex.join([self.protocol.base, *sorted((*self.overrides, *words))])
+        """A run's folder, by its words alone: thousands of recipes would have to be read for their identities."""
         seed = next(word.partition("=")[2] for word in words if word.startswith("seed="))
-        return RUNS / f"compare-{self.name}-{hashlib.sha256(every.encode()).hexdigest()[:10]}-s{seed}"
+        digest = hashlib.sha256(self._words(words).encode()).hexdigest()
+        return RUNS / f"compare-{self.name}-{digest[:10]}-s{seed}"
 
     def values(self, method: str, size: float) -> list[float]:
         """A method's grid, gone on with where its best lies at an end."""
@@ -313,7 +312,7 @@ class Comparison(Queue):
             for method in self.methods:
                 value = self.chosen(method, size)
                 if value is not None:
-                    yield from (Job(method, value, seed, size) for seed in self._fresh())
+                    yield from (Job(method, value, seed, size) for seed in self.protocol.fresh_seeds)
             for method in self.methods if size == self.protocol.middle else ():
                 yield from self._choosing(method, self.around(method), size)
 
@@ -331,10 +330,6 @@ class Comparison(Queue):
                     values.insert(0 if end == 0 else len(values), following)
         return [value for value in values if near(value / best)]
 
-    def _fresh(self) -> range:
-        """The seeds of the chosen settings."""
-        return range(self.protocol.choose, self.protocol.choose + self.protocol.final)
-
     def cost(self) -> tuple[dict[Path, int], set[Path]]:
         """Every run with its epochs, those of the chosen settings too, and which are done.
 
@@ -347,7 +342,7 @@ class Comparison(Queue):
                 own = self.protocol.chooses_at(size)
                 assumed = entry.values[place % len(entry.values) if own else 0] if value is None else value
                 jobs = [*self._choosing(method, entry.values, size)] if own else []
-                for job in (*jobs, *(Job(method, assumed, seed, size) for seed in self._fresh())):
+                for job in (*jobs, *(Job(method, assumed, seed, size) for seed in self.protocol.fresh_seeds)):
                     epochs = self._epochs(entry)
                     runs |= {self.folder(words): n for words, n in zip(self.chain(job), epochs, strict=True)}
         return runs, {folder for folder in runs if self._is_done(folder)}
@@ -431,26 +426,22 @@ class Comparison(Queue):
     # The queue
 
     def next(self) -> Member | None:
-        for job in self.jobs() if time.monotonic() < self._until else ():
-            if self._settled(job):
-                continue
-            words = next(words for words in self.chain(job) if not self._is_done(self.folder(words)))
-            if self.folder(words) not in self._busy:
-                return self._member(words)
-        for words in map(self._dense, self._fresh()):  # while all wait: what the chosen settings will start from
+        for words in self._waiting() if time.monotonic() < self._until else ():
             folder = self.folder(words)
-            if (
-                time.monotonic() < self._until
-                and not self._is_done(folder)
-                and folder not in self._busy
-                and folder not in self._failed
-            ):
-                return self._member(words)
+            if folder not in self._busy:
+                self._busy.add(folder)
+                return Member(list(words), folder)
         return None
 
-    def _member(self, words: tuple[str, ...]) -> Member:
-        self._busy.add(self.folder(words))
-        return Member(list(words), self.folder(words))
+    def _waiting(self) -> Iterator[tuple[str, ...]]:
+        """The next run of each job that is not settled; then what the chosen settings will start from."""
+        for job in self.jobs():
+            if not self._settled(job):
+                yield next(words for words in self.chain(job) if not self._is_done(self.folder(words)))
+        if any(entry.way != "scratch" for entry in self.methods.values()):
+            for words in map(self._dense, self.protocol.fresh_seeds):
+                if not self._is_done(folder := self.folder(words)) and folder not in self._failed:
+                    yield words
 
     def open(self) -> bool:
         return time.monotonic() < self._until and any(not self._settled(job) for job in self.jobs())

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
 from deephoyer.lab.search_commands import Jobs, Mps, live_table, out, say, told_when_interrupted
+
+if TYPE_CHECKING:
+    from deephoyer.lab.comparison import Comparison
 
 DOCS = Path("docs")
 
@@ -65,19 +68,17 @@ def compare(
         _write_page()
 
 
-def _table(found: object) -> Table:
+def _table(found: Comparison) -> Table:
     """What has come out so far: a row for each method and size."""
-    from deephoyer.lab.comparison import Comparison, Job
+    from deephoyer.lab.comparison import Job
 
-    assert isinstance(found, Comparison)
     table = Table(title=found.protocol.about, title_justify="left")
     for title in ("method", "size", "chosen", "seeds", "test accuracy", "left"):
         table.add_column(title, justify="left" if title == "method" else "right")
-    first = found.protocol.choose
     for method in found.methods:
         for size in found.protocol.sizes:
             value = found.chosen(method, size)
-            seeds = range(first, first + found.protocol.final)
+            seeds = found.protocol.fresh_seeds
             every = [found.outcome(Job(method, value, s, size)) for s in seeds] if value is not None else []
             there = [one for one in every if one is not None]
             accuracy = f"{100 * sum(o.accuracy for o in there) / len(there):.2f} %" if there else ""

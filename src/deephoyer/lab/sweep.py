@@ -72,6 +72,7 @@ def run_queue(
     """Conducts a queue of runs that all begin with these words; several on one GPU share it. Unless they are to be
     `timed`, runs leave out the seconds in which the final network's speed is measured, and follow each other in
     processes that go on, which spares each the second in which a GPU is begun with."""
+    from deephoyer.lab.runs.environment import usable_cores
     from deephoyer.lab.train import gpu_sharing
 
     with ExitStack() as shared:
@@ -81,7 +82,7 @@ def run_queue(
             environment |= gpu_sharing.quiet_threads()
             environment |= shared.enter_context(gpu_sharing.mps(say, crowd)) if mps else {}
         elif jobs > 1:
-            environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // jobs)))
+            environment.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // jobs)))
         if show is not None:  # a live table says it all
             say = _nothing
         conduct([*program, "run", *words], environment, queue, jobs, show, say, _imports(words), not timed)
@@ -103,7 +104,9 @@ def default_jobs() -> int:
     """Small networks leave most of a GPU idle; on CPUs two trainings at once only get in each other's way."""
     import torch
 
-    return max(1, min(16, (os.cpu_count() or 2) // 2)) if torch.cuda.is_available() else 1
+    from deephoyer.lab.runs.environment import usable_cores
+
+    return max(1, min(16, usable_cores() // 2)) if torch.cuda.is_available() else 1
 
 
 def progress_table(team: Sequence[Member]) -> Table:

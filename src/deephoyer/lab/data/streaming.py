@@ -24,6 +24,7 @@ from deephoyer.files import kept_in
 from deephoyer.lab.data.image_files import Files, find, read_image
 from deephoyer.lab.data.small_images import SmallImages
 from deephoyer.lab.data.source import UNREADABLE, Images, Source, Split, seed_of
+from deephoyer.lab.runs.environment import usable_cores
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 MOST_WORKERS = 16
@@ -208,8 +209,7 @@ class _RandomResizedCrop:
 
 def default_workers() -> int:
     """As many as there are cores for each process of this machine, sixteen at most."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(MOST_WORKERS, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+    return max(1, min(MOST_WORKERS, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
 
 
 def folder(
