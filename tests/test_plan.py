@@ -368,6 +368,32 @@ def test_what_the_loop_gets_wrong_is_told():
         Plan(model, X, adam(model), Target(macs=0.5), 3).load_state_dict(plan.state_dict())
 
 
+def test_matrices_and_the_rest_may_have_an_optimizer_each():
+    model = network()
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    rest = [p for p in model.parameters() if p.dim() != 2]
+    optimizers = [torch.optim.Muon(matrices, lr=1e-3), torch.optim.AdamW(rest, lr=3e-3)]
+    plan = Plan(model, X, optimizers, Target(macs=0.4), EPOCHS)
+    for epoch in range(EPOCHS):
+        for x, y in batches(epoch, count=6):
+            model.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        plan.epoch()
+    assert macs_share(plan.finish(), model) == pytest.approx(0.4, rel=0.02)
+    assert any(line["strength"] for line in plan.history)
+
+
+def test_optimizers_that_a_plan_cannot_work_with_are_told_when_it_is_made():
+    model = network()
+    with pytest.raises(dh.UserError, match=r"0\.weight is regularized, but no optimizer given holds it"):
+        Plan(model, X, adam(model[7:]), Target(macs=0.5), 9)
+    with pytest.raises(dh.UserError, match="pull=0"):
+        Plan(model, X, torch.optim.LBFGS(model.parameters()), Target(macs=0.5), 9)
+    Plan(model, X, torch.optim.LBFGS(model.parameters()), Target(macs=0.5), 9, pull=0)
+
+
 def test_a_plan_and_its_statistics_print_as_tables():
     _, plan = run(6)
     assert "0.3 of the MACs: finetune, 6 of 8" in str(plan) and "effective_density" in str(plan)

@@ -128,6 +128,8 @@ class Plan:
         self._held: list[Hold] = []
         self._watch: Any = None
         self._attached = False
+        if self.pull or self._given:  # what no optimizer holds is told now, not in the middle of training
+            self.regularizer.attach(*self.optimizers).detach()
         self._follow()
 
     # Where it stands

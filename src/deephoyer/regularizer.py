@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from deephoyer import strength as strengths
 from deephoyer.errors import UserError, first_line, not_negative, one_of, shown, unknown
 from deephoyer.groups import Kinds, Unit, groupings
-from deephoyer.kernels import choose
+from deephoyer.kernels import Backend, choose
 from deephoyer.optimizers import Replaced, bare
 from deephoyer.penalties import PENALTIES, HoyerSquare, Penalty, hoyer_measure, trimming_threshold
 from deephoyer.sharded import reshard
@@ -143,15 +143,20 @@ class Regularizer:
     def attach(self, *optimizers: torch.optim.Optimizer) -> Regularizer:
         """Adds the gradient before every step of the optimizers, which together must hold all parameters.
 
-        With AMP's GradScaler the gradient is added after unscaling; a fused optimizer that unscales
-        by itself gets it scaled likewise. Clipping comes before the step, so it does not touch the penalty.
+        A group whose weights are shared out among them (matrices to Muon, biases to AdamW) is pulled before the step of
+        each, as it is then. With AMP's GradScaler the gradient is added after unscaling; a fused optimizer that
+        unscales by itself gets it scaled likewise. Clipping comes before the step, so it does not touch the penalty.
         """
         if self._handles:
             raise UserError("this regularizer is attached already; call detach() first.")
         optimizers = tuple(dict.fromkeys(bare(optimizer) for optimizer in optimizers))
-        shares = self._share_out(optimizers)
-        for optimizer, terms in zip(optimizers, shares, strict=True):
-            hook = torch.compiler.disable(self._hook(terms, optimizer is optimizers[-1]))  # in a compiled step, too
+        if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
+            raise UserError(
+                "attach: LBFGS weighs losses against each other, so the penalty must be in the loss: "
+                "add reg.loss() to it in the closure instead of attach(). A plan has no penalty with pull=0."
+            )
+        for optimizer, backends in zip(optimizers, self._share_out(optimizers), strict=True):
+            hook = torch.compiler.disable(self._hook(backends, optimizer is optimizers[-1]))  # in a compiled step, too
             self._handles.append(optimizer.register_step_pre_hook(hook))
         return self
 
@@ -161,32 +166,49 @@ class Regularizer:
             handle.remove()
         self._handles.clear()
 
-    def _share_out(self, optimizers: tuple[torch.optim.Optimizer, ...]) -> list[list[Term]]:
+    def _share_out(self, optimizers: tuple[torch.optim.Optimizer, ...]) -> list[list[Backend]]:
+        """For each optimizer what adds the gradients of its parameters: terms that are its own, and parts of others."""
         owned = [{id(p) for group in o.param_groups for p in group["params"]} for o in optimizers]
-        shares: list[list[Term]] = [[] for _ in optimizers]
+        own: list[list[Term]] = [[] for _ in optimizers]
+        parts: list[list[Term]] = [[] for _ in optimizers]
+        holder = {tensor: i for i, ids in reversed(list(enumerate(owned))) for tensor in ids}
         for term in self.terms:
-            named = zip(term.unit.names, term.unit.tensors, strict=True)
             # A frozen tensor may be nobody's; one that is somebody's stays so when it is thawed.
-            trained = [(n, t) for n, t in named if t.requires_grad or any(id(t) in ids for ids in owned)]
-            for share, ids in zip(shares, owned, strict=True):
-                if all(id(t) in ids for _, t in trained):
-                    share.append(term)
-                    break
-            else:
-                lost = [n for n, t in trained if not any(id(t) in ids for ids in owned)] or [n for n, _ in trained]
+            trained = {
+                id(t): n
+                for n, t in zip(term.unit.names, term.unit.tensors, strict=True)
+                if t.requires_grad or id(t) in holder
+            }
+            lost = [name for tensor, name in trained.items() if tensor not in holder]
+            if lost or not optimizers:
                 raise UserError(
-                    f"attach: {lost[0]} is regularized, but no one optimizer given holds it. "
+                    f"attach: {(lost or term.unit.names)[0]} is regularized, but no optimizer given holds it. "
                     "Give every optimizer of this very model (not of a copy), or leave it out with parameters=."
                 )
-        return shares
+            whole = next((i for i, ids in enumerate(owned) if ids.issuperset(trained)), None)
+            if whole is not None:
+                own[whole].append(term)
+                continue
+            for i in sorted({holder[tensor] for tensor in trained}):
+                parts[i].append(term)
+            for tensor in term.unit.tensors:
+                holder.setdefault(id(tensor), holder[next(iter(trained))])
+        return [
+            [*self._backends(own[i]), *self._backends(parts[i], frozenset(t for t, h in holder.items() if h == i))]
+            for i in range(len(optimizers))
+        ]
 
-    def _hook(self, terms: list[Term], last: bool) -> Any:
-        backend = self._backend if terms == self.terms else choose(terms, self._backend_name)
+    def _backends(self, terms: list[Term], only: frozenset[int] | None = None) -> list[Backend]:
+        if not terms:
+            return []
+        return [self._backend if terms == self.terms and only is None else choose(terms, self._backend_name, only)]
 
+    def _hook(self, backends: list[Backend], last: bool) -> Any:
         @torch.no_grad()
         def add(optimizer: torch.optim.Optimizer) -> None:
             self._replaced.check()
-            backend.add_grad_(getattr(optimizer, "grad_scale", None))
+            for backend in backends:
+                backend.add_grad_(getattr(optimizer, "grad_scale", None))
             if last:
                 self.step()
 
@@ -194,11 +216,6 @@ class Regularizer:
             closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
             if closure is None:
                 return add(optimizer)
-            if isinstance(optimizer, torch.optim.LBFGS):
-                raise UserError(
-                    "LBFGS weighs losses against each other, so the penalty must be in the loss: "
-                    "add reg.loss() to it in the closure instead of attach()."
-                )
 
             def with_penalty() -> Any:
                 """Lightning steps with a closure that computes the gradients: the penalty's come right after."""

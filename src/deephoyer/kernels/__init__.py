@@ -37,26 +37,26 @@ class Backend(Protocol):
         """How many terms each backend works on: those a fast one can't take are left to the plain one."""
 
 
-def choose(terms: Sequence[Term], backend: str = "auto") -> Backend:
-    """The backend of that name, for these terms."""
+def choose(terms: Sequence[Term], backend: str = "auto", only: frozenset[int] | None = None) -> Backend:
+    """The backend of that name, for these terms; gradients of no others than the tensors with the ids `only`."""
     if backend not in BACKENDS:
         raise unknown("backend", backend, BACKENDS)
     if backend == "triton":
         from deephoyer.kernels.triton import Triton
 
-        return Triton(terms)
+        return Triton(terms, only)
     if backend == "foreach":
         from deephoyer.kernels.foreach import Foreach
 
-        return Foreach(terms)
-    return Auto(terms) if backend == "auto" else Plain(terms)
+        return Foreach(terms, only)
+    return Auto(terms, only) if backend == "auto" else Plain(terms, only)
 
 
 class Auto:
     """Triton where all weights are on CUDA and it is installed, else plain PyTorch; chosen anew when they moved."""
 
-    def __init__(self, terms: Sequence[Term]):
-        self.terms = list(terms)
+    def __init__(self, terms: Sequence[Term], only: frozenset[int] | None = None):
+        self.terms, self.only = list(terms), only
         self._first: torch.device | None = None
         self._chosen: Backend | None = None
 
@@ -76,5 +76,5 @@ class Auto:
         if self._chosen is None or first != self._first:  # a model moves as a whole
             places = {t.device.type for term in self.terms for t in term.unit.tensors}
             on_cuda = places == {"cuda"} and importlib.util.find_spec("triton") is not None
-            self._first, self._chosen = first, choose(self.terms, "triton" if on_cuda else "foreach")
+            self._first, self._chosen = first, choose(self.terms, "triton" if on_cuda else "foreach", self.only)
         return self._chosen

@@ -124,10 +124,13 @@ class Pairs:
         return weights, tuple(map(Tensor.data_ptr, self.grads))
 
 
-def pairs_of(tensors: list[Tensor], grad: Callable[[Tensor], Tensor] = grad_of) -> Pairs:
-    """Each tensor with its gradient; `grad` gives one that is not there yet."""
+def pairs_of(
+    tensors: list[Tensor], grad: Callable[[Tensor], Tensor] = grad_of, only: frozenset[int] | None = None
+) -> Pairs:
+    """Each tensor with its gradient; `grad` gives one that is not there yet. Others than `only` count as frozen."""
     grads = list(map(_grad, tensors))
-    if all(map(_trained, tensors)) and {*map(type, tensors), *map(type, grads)} <= _PLAIN:
+    if only is None and all(map(_trained, tensors)) and {*map(type, tensors), *map(type, grads)} <= _PLAIN:
         return Pairs(tensors, grads, False)
-    grads = [local(grad(t)) if t.requires_grad else None for t in tensors]
+    meant = [t.requires_grad and (only is None or id(t) in only) for t in tensors]
+    grads = [local(grad(t)) if its else None for t, its in zip(tensors, meant, strict=True)]
     return Pairs([local(t) for t in tensors], grads, any(g is None for g in grads))

@@ -61,8 +61,8 @@ class Passes:
 
     name = "passes"
 
-    def __init__(self, terms: Sequence[Term]):
-        self.terms = list(terms)
+    def __init__(self, terms: Sequence[Term], only: frozenset[int] | None = None):
+        self.terms, self.only = list(terms), only
         self.tensors = list({id(t): t for term in terms for t in term.unit.tensors}.values())
         self._plans: dict[Any, tuple[list[DevicePlan], Plain]] = {}
         self._last: tuple[Any, tuple[list[DevicePlan], Plain]] = (None, ([], Plain([])))
@@ -94,7 +94,7 @@ class Passes:
     # The passes
 
     def add_grad_(self, times: Tensor | None = None) -> None:
-        pairs = pairs_of(self.tensors)
+        pairs = pairs_of(self.tensors, only=self.only)
         plans, rest = self._sorted(pairs)
         for plan in plans:
             self._run(plan, pairs, None if times is None else times.to(plan.device))
@@ -114,7 +114,7 @@ class Passes:
     def shares(self) -> dict[str, int]:
         """How many terms each backend works on."""
         with torch.no_grad():  # a gradient that is not there yet will lie as its tensor does
-            pairs = pairs_of(self.tensors, lambda t: t if t.grad is None else t.grad)
+            pairs = pairs_of(self.tensors, lambda t: t if t.grad is None else t.grad, self.only)
         plans, rest = self._sorted(pairs)
         fast = sum(len(p.elements) + (len(p.slices.terms) if p.slices else 0) for p in plans)
         return {name: n for name, n in ((self.name, fast), (rest.name, len(rest.terms))) if n}
@@ -150,7 +150,7 @@ class Passes:
                     stacklevel=2,
                 )
         plans = [self._plan(device, terms, pairs, number) for device, terms in by_device.items()]
-        return plans, Plain(rest)
+        return plans, Plain(rest, self.only)
 
     def _fits(self, weight: Tensor, grad: Tensor | None, tensor: Tensor) -> bool:
         if not weight.is_floating_point():

@@ -20,13 +20,13 @@ class Plain:
 
     name = "plain"
 
-    def __init__(self, terms: Sequence[Term]):
-        self.terms = list(terms)
+    def __init__(self, terms: Sequence[Term], only: frozenset[int] | None = None):
+        self.terms, self.only = list(terms), only
 
     def add_grad_(self, times: Tensor | None = None) -> None:
         for term in self.terms:
             for tensor, gradient in zip(term.unit.tensors, term.gradients(), strict=True):
-                if tensor.requires_grad:
+                if tensor.requires_grad and (self.only is None or id(tensor) in self.only):
                     gradient = gradient if times is None else gradient * times.to(gradient.device)
                     grad_of(tensor).add_(share_of(gradient, tensor))
 
