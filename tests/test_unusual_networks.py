@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import deephoyer as dh
 from deephoyer.export import load_masks
+from deephoyer.structure import compact_report
 from deephoyer.structure.equality import Differs, same
 from deephoyer.structure.fold_constants import fold
 from deephoyer.structure.joints import ConstantLayer, Gather
@@ -390,6 +391,24 @@ def test_whole_numbers_that_do_not_vary_make_no_constant(examples):
     small = dh.compact(net, examples)
     others = torch.randint(0, 50, (2, 7), generator=torch.Generator().manual_seed(0))
     assert largest_gap(net(others), small(others)) < 1e-12
+
+
+@pytest.mark.parametrize("bags", [(0, 2), (0,)])
+def test_whole_numbers_that_must_fit_together_stay_where_others_would_fail(bags):
+    net = Net(
+        lambda net, x, ids, begin: net.b(F.relu(net.a(torch.cat((net.bag(ids, begin), x), 1)))),
+        bag=nn.EmbeddingBag(50, 16).double(),
+        **linears(a=(20, 32), b=(32, 5)),
+    )
+    examples = numbers(len(bags), 4), torch.tensor([3, 1, 4, 1, 5]), torch.tensor(bags)
+    groups = dh.Coupled(net, examples)
+    dh.prune(net, dh.Density(0.5), groups)
+    with torch.no_grad():  # a neuron that gives a constant, to be folded
+        net.a.weight[int(net.a.weight.any(1).nonzero()[0])] = 0
+    small = dh.compact(net, examples, groups=groups)
+    assert sum(compact_report(small).folded.values()) > 0
+    others = 9 * numbers(3, 4, seed=1), torch.randint(0, 50, (7,)), torch.tensor([0, 1, 5])
+    assert small.a.out_features < 32 and largest_gap(net(*others), small(*others)) < 1e-12
 
 
 def test_images_in_bytes_may_be_black_examples():

@@ -20,9 +20,9 @@ from deephoyer.errors import UserError, true_or_false
 from deephoyer.groups import Grouping, Slices, SliceUnit, Unit
 from deephoyer.inference import Examples, call, outside_inference_mode
 from deephoyer.structure.channels import ChannelGraph, ChannelSet, Place
-from deephoyer.structure.equality import Differs, all_nan, answers, compare, inside_of, same_inside
+from deephoyer.structure.equality import Differs, all_nan, compare, drawn_answers, inside_of, same_inside
 from deephoyer.structure.follow import CannotFollow, follow, plain_attention
-from deephoyer.structure.inputs import one_sample, outputs_in, random_like
+from deephoyer.structure.inputs import one_sample, outputs_in
 from deephoyer.structure.remove import alive_outputs, homes_of, remove, replace_tensor, spare_last, tensor_of, zero
 from deephoyer.structure.sizes import Setting, SizeRule, apply_sizes, learn_sizes
 from deephoyer.weights import CONVOLUTIONS, LAYERS, TRANSPOSED, Weight, with_values
@@ -211,8 +211,8 @@ def _try(model: nn.Module, graph: ChannelGraph, sets: list[ChannelSet], inputs: 
         zero(big, graph, dead)
         return big
 
-    small, drawn = zeroed(), random_like(inputs, 1)
-    before = answers(small, drawn)
+    small = zeroed()
+    drawn, before = drawn_answers(small, inputs, 1)
     inside = inside_of(small, drawn) if learn and graph.exact else []
     if all_nan(before):
         raise UserError("the model gives nothing but NaN, so there is nothing to compare.")

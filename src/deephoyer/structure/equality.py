@@ -6,7 +6,7 @@ Knows nothing of why they should.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from deephoyer.errors import UserError
 from deephoyer.inference import Examples, call
-from deephoyer.structure.inputs import outputs_in, random_like, tensors_in
+from deephoyer.structure.inputs import drawn_like, outputs_in, tensors_in
 from deephoyer.structure.layers import channel_dim, kind_of
 from deephoyer.structure.ties import Choices, ChosenAlike
 
@@ -80,8 +80,8 @@ def same(
     `rounding` is the coarsest type that the networks compute with. Without `exact` only shapes and NaNs must agree.
     `matter` says for some layers which of their channels correspond, to find where a difference began.
     """
-    tries = (inputs, *(random_like(inputs, seed) for seed in range(1, 1 + more)))
-    compared = [compare(answers(big, t), small, t, lambda: big, matter, exact, rounding) for t in tries]
+    tries = ((inputs, answers(big, inputs)), *(drawn_answers(big, inputs, seed) for seed in range(1, 1 + more)))
+    compared = [compare(before, small, t, lambda: big, matter, exact, rounding) for t, before in tries]
     if all(gap is None for gap in compared):
         raise UserError("the model gives nothing but NaN, so there is nothing to compare.")
     return max(gap or 0.0 for gap in compared)
@@ -91,6 +91,14 @@ def answers(model: nn.Module, inputs: Examples) -> list[Tensor]:
     """A network's outputs, in full precision."""
     with torch.no_grad(), _full_precision():
         return outputs_in(call(model, inputs))
+
+
+def drawn_answers(model: nn.Module, inputs: Examples, seed: int) -> tuple[Examples, list[Tensor]]:
+    """Random examples like these and a network's outputs for them; the inputs themselves where it takes no others."""
+    for drawn in drawn_like(inputs, seed):
+        with suppress(Exception):
+            return drawn, answers(model, drawn)
+    return inputs, answers(model, inputs)
 
 
 def compare(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from deephoyer.inference import Examples, call
-from deephoyer.structure.inputs import random_like, tensors_in
+from deephoyer.structure.inputs import drawn_like, random_like, tensors_in
 from deephoyer.structure.layers import (
     CONV,
     EMBEDDING,
@@ -52,10 +52,11 @@ def fold(model: nn.Module, inputs: Examples) -> Folded:
     witness = _Witness(model)
     with torch.no_grad():
         witness.run(inputs)
-        witness.run(random_like(inputs, 3))
-        for scale in (LARGE, -LARGE):
-            with suppress(Exception):
-                witness.run(random_like(inputs, 5, scale=scale))
+        for seed, scale in ((3, 1.0), (5, LARGE), (5, -LARGE)):
+            for drawn in drawn_like(inputs, seed, scale):
+                with suppress(Exception):
+                    witness.run(drawn)
+                    break
         if not all(t.is_floating_point() for t in tensors_in(inputs)):
             with suppress(Exception):
                 witness.run(random_like(inputs, 4, bold=True))
@@ -101,10 +102,13 @@ class _Witness:
         self.range: dict[str, tuple[Tensor, Tensor]] = {}
 
     def run(self, inputs: Examples) -> None:
-        self.calls = {}
+        before, self.calls = self.calls, {}
         hooks = [m.register_forward_hook(self._look(n), with_kwargs=True) for n, m in self.model.named_modules()]
         try:
             call(self.model, inputs)
+        except Exception:
+            self.calls = before
+            raise
         finally:
             for hook in hooks:
                 hook.remove()

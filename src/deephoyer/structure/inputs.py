@@ -41,10 +41,21 @@ def one_sample(inputs: Examples) -> Examples:
     return pytree.tree_map(lambda t: t[:1] if isinstance(t, Tensor) else t, inputs)
 
 
-def random_like(inputs: Examples, seed: int = 0, bold: bool = False, scale: float = 1.0) -> Examples:
+def drawn_like(inputs: Examples, seed: int = 0, scale: float = 1.0) -> tuple[Examples, ...]:
+    """Random examples, and after them what to take where a model fails on those before.
+
+    Whole numbers may have to fit together (where each bag of an `EmbeddingBag` begins): then they stay as they are.
+    """
+    return random_like(inputs, seed, scale=scale), random_like(inputs, seed, scale=scale, whole=False)
+
+
+def random_like(
+    inputs: Examples, seed: int = 0, bold: bool = False, scale: float = 1.0, whole: bool = True
+) -> Examples:
     """Examples of the same shapes and kinds: normal numbers × `scale`, and integers within the range of the given ones.
 
-    Masks stay as they are, since not every mask makes sense; `bold` draws them too, and integers from 0.
+    Masks stay as they are, since not every mask makes sense; `bold` draws them too, and integers from 0. Without
+    `whole` integers stay as well.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -56,6 +67,8 @@ def random_like(inputs: Examples, seed: int = 0, bold: bool = False, scale: floa
             return drawn.to(device=leaf.device, dtype=leaf.dtype)
         if leaf.dtype == torch.bool:
             return torch.rand(leaf.shape, generator=generator).to(leaf.device) < 0.5 if bold else leaf
+        if not whole:
+            return leaf
         low, high = int(leaf.min()), int(leaf.max())
         low = min(low, 0) if bold else low
         return torch.randint(low, high + 1, leaf.shape, generator=generator).to(device=leaf.device, dtype=leaf.dtype)
