@@ -261,7 +261,7 @@ def test_a_winner_is_called_only_where_it_is_told_from_every_other():
     assert clear["a"] == "**best**" and clear["b"].startswith("p = 0.00")
     mixed = [x + (-1) ** i * 0.001 - 1e-5 for i, x in enumerate(a)]
     close = methods_page.verdicts({"a": outcomes("a", a), "b": outcomes("b", mixed)})
-    assert close["a"] == "highest mean" and "not told from it" in close["b"]
+    assert close["a"] == "highest mean" and "not significant" in close["b"]
 
 
 def test_a_method_that_lacks_a_seed_is_not_judged_by_those_that_are_left():
@@ -360,7 +360,7 @@ def test_a_comparison_runs_to_its_end_goes_on_after_a_stop_and_writes_its_page(c
     table = methods_page._table(protocol, content, 0.1)
     assert table.count("`") == 8 and "regularize.strength=" in table and methods_page.NOT_RUN not in table
     assert "How much the setting matters" in methods_page._flatness(protocol, content)
-    assert methods_page.NOT_RUN in Path("docs/methods.md").read_text()
+    assert "Not run yet" in Path("docs/methods.md").read_text()
     last = recipe.Command.parse(finals[0]["command"].removeprefix("deephoyer run ")).read()
     assert last.start and last.pretrain is None
 
@@ -371,6 +371,13 @@ def test_the_page_of_methods_is_made_from_what_is_kept():
     assert len(re.findall(r"`deephoyer compare ", made)) == len(comparison.names())
 
 
+def test_a_comparison_without_results_is_one_sentence(tmp_path):
+    text = methods_page._planned("lenet-5", comparison.read("lenet-5"))
+    assert "Hoyer-Square; iterative magnitude" in text and "at 1.63, 0.81 and 0.5 % of the weights" in text
+    assert "8 epochs of pretrain, 10 epochs of regularize and 6 epochs of finetune" in text
+    assert "| method |" not in methods_page.page(tmp_path / "methods")
+
+
 def test_every_row_by_own_settings_can_be_run_and_is_judged_from_its_records():
     for figure in (*own_settings.PAPER, *own_settings.OWN):
         recipe.Command.parse(figure.words).read()
@@ -379,4 +386,6 @@ def test_every_row_by_own_settings_can_be_run_and_is_judged_from_its_records():
     assert figure.title == "LeNet-300-100, Hoyer-Square, by the appendix"
     assert own_settings.verdict(figure, 98.36, 4500) == "reproduced"
     assert own_settings.verdict(figure, 98.1, 9200) == "0.30 points less, 2.00 times as large"
-    assert own_settings._line(figure, [])[4] == "not run yet"
+    assert own_settings.table([figure], []) == []
+    listed = methods_page._by_own_settings([figure], [])
+    assert listed.endswith(f"- {figure.title} (4,600 at 98.4 %): `paper/lenet-300-100`")

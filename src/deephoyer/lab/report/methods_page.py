@@ -1,4 +1,4 @@
-"""The page of the methods (`docs/methods.md`), from the results files of comparisons; rows without results say so.
+"""The page of the methods (`docs/methods.md`), from the results files of comparisons; what was not run is listed.
 
 The numbers come from `comparison.py`, through `results/methods/*.json`; nothing is typed here.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,34 +16,35 @@ from deephoyer.files import folder_at, write_atomically
 from deephoyer.lab import comparison
 from deephoyer.lab.comparison import FORMAT, ComparedRun, Comparison, Protocol, holm, near, sign_flips
 from deephoyer.lab.report import own_settings
-from deephoyer.lab.report.record import read_all
+from deephoyer.lab.report.record import Record, read_all
 
 RESULTS = Path("results") / "methods"
 LEVEL = 0.05
 NOT_RUN = "not run yet"
-PAPERS = """The paper's strengths and thresholds, Adam at 1e-3 throughout, test-best epochs. Where its appendix
-(normalised inputs) and the released scripts (raw inputs, weight decay 1e-4 while finetuning) differ, both are run.
-*Reproduced* is an accuracy that rounds to the printed one at no more than 1.05 times the size."""
-OTHERS = """What sparse variational dropout, SNIP and l0 print for these networks, with the epochs, optimizers and
-schedules of their papers and released scripts. l0 has one λ for all layers here, where those sizes came about with one
-for each; it is cut to them, and finetuned."""
+PAPERS = """The paper's strengths and thresholds, Adam at 1e-3 throughout, the epoch that is best on the test images.
+The paper's appendix (normalised inputs) and the released scripts (raw inputs, weight decay 1e-4 while finetuning)
+differ, so each figure has two settings. *Reproduced*: the accuracy rounds to the printed one or is higher, at no more
+than 1.05 times the size."""
+OTHERS = """The figures that sparse variational dropout, SNIP and l0 report for these networks, with the epochs,
+optimizers and schedules of their papers and released scripts. The l0 paper used a different λ for each layer; here l0
+has one λ for all layers, is pruned to the printed size, and finetuned."""
 
 
 def write(found: Comparison) -> Path:
-    """Keeps what a comparison came to."""
+    """Writes the results of a comparison to its file."""
     path = folder_at(RESULTS) / f"{found.name}.json"
     write_atomically(path, (json.dumps(found.content(), indent=1) + "\n").encode())
     return path
 
 
 def read(name: str, results: Path = RESULTS) -> dict[str, Any] | None:
-    """What a comparison came to; None where it was not run."""
+    """The results of a comparison; None if it was not run."""
     path = results / f"{name}.json"
     if not path.exists():
         return None
     content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     if content.get("format") != FORMAT:
-        raise UserError(f"{path}: is not a comparison that this deephoyer wrote.")
+        raise UserError(f"{path}: not a comparison written by this version of deephoyer.")
     return content
 
 
@@ -52,10 +53,11 @@ def page(results: Path = RESULTS, figures: Path | None = None) -> str:
     parts = [(Path(__file__).parent / "templates" / "methods.md").read_text(encoding="utf-8").rstrip()]
     for name in comparison.names():
         protocol, content = comparison.read(name), read(name, results)
-        parts += [
-            f"## {protocol.about}",
-            f"`deephoyer compare {name}`; all runs are of `{protocol.base}`{_epochs(protocol, content)}.",
-        ]
+        parts.append(f"## {protocol.about}")
+        if content is None or not content["outcomes"]:
+            parts.append(_planned(name, protocol))
+            continue
+        parts.append(f"`deephoyer compare {name}`; all runs use `{protocol.base}`{_epochs(content['epochs'])}.")
         parts += [_table(protocol, content, size) for size in protocol.sizes]
         if figures is not None and (figures / f"methods-{name}.svg").exists():
             parts.append(f"![Test accuracy of every seed]({figures.name}/methods-{name}.svg)")
@@ -65,23 +67,57 @@ def page(results: Path = RESULTS, figures: Path | None = None) -> str:
             parts.append(f"![Points lost against the strength]({figures.name}/strengths-{name}.svg)")
         parts.append(_commands(protocol, content))
     every = read_all(results.parent)
-    for title, told, rows in (
+    for title, about, rows in (
         ("By the paper's own settings", PAPERS, own_settings.PAPER),
         ("By their own settings", OTHERS, own_settings.OWN),
     ):
-        parts += [f"## {title}", told, _grid(own_settings.TITLES, own_settings.table(rows, every), words=1)]
+        parts += [f"## {title}", about, _by_own_settings(rows, every)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _epochs(protocol: Protocol, content: dict[str, Any] | None) -> str:
-    """Those that were run, or else would be."""
-    epochs = dict(protocol.epochs) if content is None else content["epochs"]
-    own = [f"{count} to {stage}" for stage, count in epochs.items() if count is not None]
-    return f" with epochs of their own ({', '.join(own)})" if own else ""
+def _epochs(epochs: Mapping[str, int | None]) -> str:
+    own = [f"{count} epochs of {stage}" for stage, count in epochs.items() if count is not None]
+    return f" with {_listed(own)}" if own else ""
+
+
+def _planned(name: str, protocol: Protocol) -> str:
+    """What a comparison without results would compare, in a sentence."""
+    sizes = _listed([f"{100 * size:g}" for size in protocol.sizes])
+    return (
+        f"Not run yet. `deephoyer compare {name}` compares {_listed(list(protocol.methods))} at {sizes} % of the "
+        f"{_counted(protocol)}; all runs use `{protocol.base}`{_epochs(dict(protocol.epochs))}."
+    )
+
+
+def _listed(words: Sequence[str]) -> str:
+    """
+    >>> _listed(["l1", "ADMM", "random"]), _listed(["Taylor, one cut", "random"])
+    ('l1, ADMM and random', 'Taylor, one cut; and random')
+    """
+    if any("," in word for word in words[:-1]):
+        return "; ".join([*words[:-1], f"and {words[-1]}"])
+    return ", ".join(words[:-1]) + " and " + words[-1] if len(words) > 1 else words[0]
+
+
+def _counted(protocol: Protocol) -> str:
+    return "weights" if protocol.target == "live" else "MACs"
+
+
+def _by_own_settings(figures: Sequence[own_settings.Figure], every: Sequence[Record]) -> str:
+    """A table of the figures that have records, then a list of the others with the commands that run them."""
+    found = own_settings.table(figures, every)
+    missing = [figure for figure in figures if not figure.records(every)]
+    parts = [_grid(own_settings.TITLES, found, words=1)] if found else []
+    if missing:
+        lines = [f"- {one.title} ({one.printed}): `{one.command}`" for one in missing]
+        parts.append(
+            "\n".join(["Not run yet, with the printed figure and the words after `deephoyer run`:", "", *lines])
+        )
+    return "\n\n".join(parts)
 
 
 def finals(protocol: Protocol, content: dict[str, Any] | None, method: str, size: float) -> list[ComparedRun]:
-    """The outcomes of a method's chosen setting, on the fresh seeds."""
+    """The runs of a method's chosen setting on the fresh seeds."""
     if content is None:
         return []
     value = next((c["value"] for c in content["chosen"] if (c["method"], c["size"]) == (method, size)), None)
@@ -92,17 +128,18 @@ def finals(protocol: Protocol, content: dict[str, Any] | None, method: str, size
 
 
 def verdicts(rows: dict[str, list[ComparedRun]]) -> dict[str, str]:
-    """Which method is best, and which can't be told from it: paired by seeds, exact, corrected for all the tests.
+    """Which method is best, and from which it does not differ significantly: an exact paired test over the seeds,
+    corrected for the number of tests.
 
-    Methods that lack seeds which others have are not judged, for their means are of other seeds; nor is a best called
-    while there are such.
+    Methods that lack seeds which others have are not judged, for their means are over other seeds; nor is a best called
+    while there are such methods.
     """
     by_seed = {name: {o.seed: o.accuracy for o in found} for name, found in rows.items() if found}
     most = max(map(len, by_seed.values()), default=0)
-    told = {name: "seeds are missing" for name, mine in by_seed.items() if len(mine) < most}
-    mean = {name: statistics.fmean(mine.values()) for name, mine in by_seed.items() if name not in told}
+    judged = {name: "seeds are missing" for name, mine in by_seed.items() if len(mine) < most}
+    mean = {name: statistics.fmean(mine.values()) for name, mine in by_seed.items() if name not in judged}
     if len(mean) < 2:
-        return told
+        return judged
     best = max(mean, key=lambda name: mean[name])
     p_values = {}
     for name in mean:
@@ -110,20 +147,24 @@ def verdicts(rows: dict[str, list[ComparedRun]]) -> dict[str, str]:
         if name != best and common:
             p_values[name] = sign_flips([by_seed[best][seed] - by_seed[name][seed] for seed in common])
     adjusted = holm(p_values)
-    clear = not told and all(p < LEVEL for p in adjusted.values())
-    told |= {n: f"p = {p:.3g}" if p < LEVEL else f"not told from it (p = {p:.2g})" for n, p in adjusted.items()}
-    return told | {best: "**best**" if clear else "highest mean"}
+    clear = not judged and all(p < LEVEL for p in adjusted.values())
+    judged |= {n: f"p = {p:.3g}" if p < LEVEL else f"not significant (p = {p:.2g})" for n, p in adjusted.items()}
+    return judged | {best: "**best**" if clear else "highest mean"}
 
 
 def _table(protocol: Protocol, content: dict[str, Any] | None, size: float) -> str:
     rows = {method: finals(protocol, content, method, size) for method in protocol.methods}
     judged = verdicts(rows)
-    what = "weights, idle ones gone" if protocol.target == "live" else "MACs executed"
+    what = "weights without idle ones" if protocol.target == "live" else "MACs executed"
     titles = ["method", "setting", "against the best", "test accuracy, %", f"{what}, %", "seeds", "seconds"]
-    lines = []
+    lines, missing = [], []
     for method, found in rows.items():
         if not found:
-            lines.append([method, _without(content, method, size), "", "", "", "", ""])
+            why = _failure(content, method, size)
+            if why is None:
+                missing.append(method)
+            else:
+                lines.append([method, f"no setting can be pruned that far: {why}", "", "", "", "", ""])
             continue
         entry = protocol.methods[method]
         shares = [100 * o.share for o in found]
@@ -132,14 +173,21 @@ def _table(protocol: Protocol, content: dict[str, Any] | None, size: float) -> s
         accuracy, left = _spread([100 * o.accuracy for o in found]), _spread(shares) + mark
         seconds = f"{statistics.fmean(o.seconds for o in found):,.0f}"
         lines.append([method, setting, judged.get(method, ""), accuracy, left, str(len(found)), seconds])
-    title = f"**{100 * size:g} % of the {'weights' if protocol.target == 'live' else 'MACs'} asked for**"
-    notes = "\n\n‡ a seed is more than 1 % off the size." if any("‡" in line[4] for line in lines) else ""
-    return f"{title}\n\n{_grid(titles, lines, words=3)}{notes}"
+    parts = [f"**Target: {100 * size:g} % of the {_counted(protocol)}**"]
+    if lines:
+        parts.append(_grid(titles, lines, words=3))
+    if any("‡" in line[4] for line in lines):
+        parts.append("‡ the size of at least one seed is more than 1 % off the target.")
+    if missing:
+        parts.append(
+            f"{NOT_RUN[0].upper()}{NOT_RUN[1:]}: {_listed(missing)}." if lines else f"{parts.pop()}: {NOT_RUN}."
+        )
+    return "\n\n".join(parts)
 
 
-def _without(content: dict[str, Any] | None, method: str, size: float) -> str:
+def _failure(content: dict[str, Any] | None, method: str, size: float) -> str | None:
     failed = [f for f in (content or {}).get("failed", []) if (f["method"], f["size"]) == (method, size)]
-    return f"no setting can be pruned that far: {failed[0]['why']}" if failed else NOT_RUN
+    return str(failed[0]["why"]) if failed else None
 
 
 def by_setting(protocol: Protocol, content: dict[str, Any] | None, method: str) -> dict[float, list[float]]:
@@ -152,7 +200,7 @@ def by_setting(protocol: Protocol, content: dict[str, Any] | None, method: str) 
 
 
 def _flatness(protocol: Protocol, content: dict[str, Any] | None) -> str:
-    """What it costs to miss the best setting: held-out accuracy of the seeds that chose, against the setting."""
+    """The cost of missing the best setting: held-out accuracy for each setting, over the seeds that chose it."""
     lines = []
     for method in protocol.methods:
         mean = {value: statistics.fmean(found) for value, found in by_setting(protocol, content, method).items()}
@@ -163,7 +211,7 @@ def _flatness(protocol: Protocol, content: dict[str, Any] | None) -> str:
     if not lines:
         return ""
     titles = ["method", "best, %", "points lost at other settings"]
-    title = f"**How much the setting matters**, held-out images, {100 * protocol.middle:g} % asked for"
+    title = f"**How much the setting matters**: accuracy on held-out images, target {100 * protocol.middle:g} %"
     return f"{title}\n\n{_grid(titles, lines, words=1)}"
 
 
@@ -174,8 +222,8 @@ def best_strength(protocol: Protocol, content: dict[str, Any] | None, method: st
 
 
 def losses_near_best(protocol: Protocol, content: dict[str, Any] | None, method: str) -> dict[float, list[float]]:
-    """For each strength of a penalty within a decade of the chosen one, as a factor of that, what its seeds lose there,
-    in points of held-out accuracy."""
+    """For each strength of a penalty within a decade of the chosen one, as a factor of it: the held-out accuracy that
+    its seeds lose, in points."""
     best = best_strength(protocol, content, method)
     if best is None:
         return {}
@@ -185,7 +233,7 @@ def losses_near_best(protocol: Protocol, content: dict[str, Any] | None, method:
 
 
 def _off_by_a_factor(protocol: Protocol, content: dict[str, Any] | None) -> str:
-    """What a strength costs that is off by up to a factor of ten: whether a penalty forgives that."""
+    """The accuracy lost with a strength that is wrong by up to a factor of ten: how robust a penalty is to that."""
     lines = []
     for method in protocol.methods:
         best = best_strength(protocol, content, method)
@@ -202,15 +250,15 @@ def _off_by_a_factor(protocol: Protocol, content: dict[str, Any] | None) -> str:
         return ""
     titles = [
         "penalty",
-        "best",
-        "lost on average",
-        "at worst below",
-        "at worst above",
-        "from … to … times",
-        "that fail",
+        "best strength",
+        "mean loss",
+        "largest loss below it",
+        "largest loss above it",
+        "range, × the best",
+        "strengths that failed",
     ]
-    title = "**What a strength costs that is off by up to ten times**, in points of held-out accuracy, "
-    return f"{title}{100 * protocol.middle:g} % asked for\n\n{_grid(titles, lines, words=1)}"
+    title = "**Accuracy lost with a strength that is wrong by up to a factor of ten**, in points, held-out images, "
+    return f"{title}target {100 * protocol.middle:g} %\n\n{_grid(titles, lines, words=1)}"
 
 
 def _commands(protocol: Protocol, content: dict[str, Any] | None) -> str:

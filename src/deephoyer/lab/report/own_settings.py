@@ -1,7 +1,7 @@
-"""Rows that repeat what others printed, by their own settings: the paper's on MNIST, and three methods' figures.
+"""Figures that others printed, repeated with their own settings: the paper's on MNIST, and those of three methods.
 
-Each row has the words that run it; what came out is taken from records with the identity of those words, wherever they
-lie. A row without records says so, one with them whether the figure was reproduced, or by how much not.
+Each figure has the words that run it; our numbers come from all records with the digest of those words. The verdict
+says whether the figure was reproduced, or by how much it was missed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from deephoyer.lab.recipe import Command
 from deephoyer.lab.report.record import Record
 
 SCRIPTS = "data=mnist finetune.weight_decay=1e-4"
-"""What the authors' released scripts do otherwise than the paper's appendix says."""
+"""Where the authors' released scripts differ from the paper's appendix."""
 HOYER = "regularize.penalty=hoyer regularize.strength={} prune.value={}"
 TRANSFORMED = "regularize.penalty=transformed-l1 regularize.strength=2e-5 prune.value={}"
 
@@ -33,6 +33,14 @@ class Figure:
     def records(self, every: Sequence[Record]) -> list[Record]:
         digest = Command.parse(self.words).read().digest()
         return [record for record in every if record.digest == digest]
+
+    @property
+    def printed(self) -> str:
+        return f"{self.size:,.0f} at {self.accuracy:g} %"
+
+    @property
+    def command(self) -> str:
+        return shlex.join(shlex.split(self.words))
 
 
 def _both(title: str, words: str, accuracy: float, size: float, macs: bool = False) -> list[Figure]:
@@ -69,8 +77,8 @@ _L0 = (
     "pretrain=null epoch_selection=last regularize.epochs=200 regularize.schedule=constant regularize.weight_decay=0 "
     "regularize.strength=0 'method={{name: l0, strength: 0.1, closed: 0.5}}' 'prune.target={{macs: {}}}'"
 )
-"""From random weights, 200 epochs of Adam at 1e-3 and λ = 0.1/N. These sizes came about with another λ for each layer;
-here the network is cut to them, and finetuned."""
+"""From random weights, 200 epochs of Adam at 1e-3 and λ = 0.1/N. The paper used a different λ for each layer; here
+the network is pruned to the printed sizes, and finetuned."""
 
 OWN = [
     Figure("sparse variational dropout, LeNet-300-100", f"compare/lenet-300-100 {_VD}", 98.08, 266_200 / 68),
@@ -83,24 +91,21 @@ OWN = [
 
 
 def table(figures: Sequence[Figure], every: Sequence[Record]) -> list[list[str]]:
-    """A line for each: its title, what was printed, what came out, the verdict, and the command."""
-    return [_line(figure, figure.records(every)) for figure in figures]
+    """One line for each figure that has records: its title, the printed figure, ours, the verdict, and the command."""
+    found = [(figure, figure.records(every)) for figure in figures]
+    return [_line(figure, records) for figure, records in found if records]
 
 
 TITLES = ["", "printed", "seeds", "ours", "verdict", "`deephoyer run`"]
 
 
 def _line(figure: Figure, found: Sequence[Record]) -> list[str]:
-    printed = f"{figure.size:,.0f} at {figure.accuracy:g} %"
-    words = shlex.join(shlex.split(figure.words))
-    if not found:
-        return [figure.title, printed, "", "", "not run yet", f"`{words}`"]
     accuracies = [100 * record.measured.accuracy for record in found]
     sizes = [r.measured.total.macs_paper if figure.macs else r.measured.total.nonzeros for r in found]
     accuracy, size = statistics.fmean(accuracies), statistics.fmean(sizes)
     spread = f" ± {statistics.stdev(accuracies):.2f}" if len(found) > 1 else ""
     ours = f"{size:,.0f} at {accuracy:.2f}{spread} %"
-    return [figure.title, printed, str(len(found)), ours, verdict(figure, accuracy, size), f"`{words}`"]
+    return [figure.title, figure.printed, str(len(found)), ours, verdict(figure, accuracy, size), f"`{figure.command}`"]
 
 
 def verdict(figure: Figure, accuracy: float, size: float) -> str:
