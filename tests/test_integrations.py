@@ -120,6 +120,10 @@ def test_lightning_ends_with_the_weights_of_the_plain_loop_also_when_killed_and_
         last = str(tmp_path / f"{cut}" / f"epoch={cut - 1}.ckpt")
         resumed = lightning_fit(tmp_path / f"{cut}", make(), resume=last, max_epochs=EPOCHS)
         assert_same(resumed.small, expected)
+    again = lightning_fit(tmp_path / "again", resumed, max_epochs=EPOCHS)  # nothing is left in it of the run before
+    assert_same(again.small, expected)
+    stopped = lightning_fit(tmp_path / "stopped", again, epochs=1, max_epochs=EPOCHS)
+    assert stopped.plan.done == 1 and stopped.small is None
 
 
 def test_lightning_by_steps_ends_at_the_target(tmp_path):

@@ -63,6 +63,9 @@ class PlanCallback(Callback):
     def report(self) -> PlanReport | None:
         return None if self.plan is None else self.plan.report
 
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.small = None
+
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         epochs, steps = trainer.max_epochs, trainer.max_steps
         length = {"epochs": epochs} if epochs is not None and epochs > 0 else {"steps": steps}
@@ -75,6 +78,7 @@ class PlanCallback(Callback):
         self.plan = Plan(network, inputs, list(trainer.optimizers), self.target, **length, **self.settings)
         if self._saved is not None:
             self.plan.load_state_dict(self._saved)
+            self._saved = None  # a later fit is a plan of its own
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Before checkpoints are written, which Lightning's own callback does here, too: a callback that comes last."""
