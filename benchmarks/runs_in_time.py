@@ -141,11 +141,13 @@ class Records:
 
     def __init__(self, results: Path | None):
         self.results = results
+        self.known = self.there()
         self.waiting: list[Job] = []
         self.now: subprocess.Popen[bytes] | None = None
 
     def add(self, job: Job) -> None:
-        if self.results is not None and job.is_row and job.identity not in self.there():
+        if self.results is not None and job.is_row and job.identity not in self.known:
+            self.known.add(job.identity)
             self.waiting.append(job)
             self.go_on()
 
@@ -172,6 +174,7 @@ class Records:
             time.sleep(0.2)
         if self.now is not None and self.now.poll() is None:
             self.now.terminate()
+            self.now.wait()
 
 
 # One at a time, in this process

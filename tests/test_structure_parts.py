@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 import deephoyer as dh
 from deephoyer.structure.attention import NarrowAttention, opened
-from deephoyer.structure.equality import Differs, inside_of, same, same_inside
+from deephoyer.structure.equality import Differs, check_modules, module_outputs, same
 from deephoyer.structure.fold_constants import fold
 from deephoyer.structure.inputs import random_like
 from deephoyer.structure.joints import Gather, merged
@@ -333,4 +333,4 @@ def test_a_module_that_gives_something_else_is_found_though_outputs_hide_it():
     other[0].weight.data[0] += 1
     same(net, other, x)
     with pytest.raises(Differs, match="something else in 0"):
-        same_inside(inside_of(net, x), other, x, {})
+        check_modules(module_outputs(net, x), other, x, {})

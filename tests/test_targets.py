@@ -47,7 +47,7 @@ def test_the_macs_that_compaction_leaves_are_the_target_and_one_group_more_would
     model, coupled = uneven()
     dense = count(model, X)[1].macs_executed
     found = targets.value_for(targets.macs(model, X, share, coupled), model, rule, coupled)
-    values = rule.borders(scored(model, coupled)[1]).tolist()
+    values = rule.candidates(scored(model, coupled)[1]).tolist()
     one_less = values[values.index(found.value) - 1]
 
     def left(value):
@@ -187,7 +187,7 @@ def test_a_deep_network_is_measured_a_few_times_for_its_thousands_of_groups():
         return tries[-1]
 
     found = targets.value_for(dataclasses.replace(goal, measure=counted), model, StdRatio, coupled)
-    assert found.number <= 0.4 and len(tries) <= 4 and len(StdRatio.borders(scored(model, coupled)[1])) > 2000
+    assert found.number <= 0.4 and len(tries) <= 4 and len(StdRatio.candidates(scored(model, coupled)[1])) > 2000
 
 
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=40), st.integers(0, 30), st.data())

@@ -76,8 +76,8 @@ class OneNumber(Rule):
         object.__setattr__(self, "value", not_negative(self.value, f"rule {self.title}: the value"))
 
     @classmethod
-    def borders(cls, scores: Sequence[Scores]) -> Tensor:
-        """The values between which the verdict changes, from the one that keeps all to the one that keeps least."""
+    def candidates(cls, scores: Sequence[Scores]) -> Tensor:
+        """A value for each verdict that there can be, from the one that keeps all to the one that keeps least."""
         raise NotImplementedError
 
 
@@ -93,7 +93,7 @@ class Threshold(OneNumber):
         return s.std if cls.relative else 1.0
 
     @classmethod
-    def borders(cls, scores: Sequence[Scores]) -> Tensor:
+    def candidates(cls, scores: Sequence[Scores]) -> Tensor:
         place = scores[0].score.device
         ratios = [s.score.double().to(place) / cls.scale(s) for s in scores if cls.scale(s) > 0]
         alive = torch.cat(ratios).unique() if ratios else torch.zeros(0)
@@ -135,7 +135,7 @@ class Effective(OneNumber):
         return min(s.score.numel(), max(1, math.floor(self.value * s.effective + 0.5))) if s.effective else 0
 
     @classmethod
-    def borders(cls, scores: Sequence[Scores]) -> Tensor:
+    def candidates(cls, scores: Sequence[Scores]) -> Tensor:
         place = scores[0].score.device
         alive = [(int((s.score > 0).sum()), s.effective) for s in scores]
         # A unit's count changes where value × effective passes a half.

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from deephoyer.counting import count
 from deephoyer.errors import UserError, not_negative, unknown
@@ -137,10 +138,9 @@ def value_for(
         raise UserError(f"value_for: {rule!r} has no value to be found; StdRatio, Absolute and Effective have.")
     units, scores = scored(model, groups, parameters, score, batches, loss)
     tries = _Tries(goal, model, lambda value: cut(model, rule(value), units, scores, allow_empty, multiple))
-    borders = rule.borders(scores)
-    # Of a large network there are as many as weights: they are read one by one.
-    values = _Numbers(borders[: bisect_left(_Numbers(borders), True, key=tries.empties)])
-    if not values:
+    values = rule.candidates(scores).cpu().numpy()  # no list: of a large network there are as many as weights
+    values = values[: bisect_left(values, True, key=tries.empties)]
+    if not len(values):
         raise Empties("prune.target: a layer is all zero before anything is pruned.")
     if goal.is_size:
         place = tries.first_kept(values)
@@ -153,20 +153,7 @@ def value_for(
             f"prune.target: {goal.name} can't be {goal.bound:.4g}: it is {tries.number(end):.4g} "
             f"at {rule.title} {end:.4g}, where {where}."
         )
-    return Found(values[place], tries.number(values[place]))
-
-
-class _Numbers(Sequence[float]):
-    """A tensor as a sequence of numbers."""
-
-    def __init__(self, numbers: Tensor):
-        self.numbers = numbers
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    def __getitem__(self, place: Any) -> Any:
-        return self.numbers[place].item()
+    return Found(float(values[place]), tries.number(values[place]))
 
 
 class _Tries:
@@ -187,7 +174,7 @@ class _Tries:
             self.seen[value] = number
         return self.seen[value]
 
-    def first_kept(self, values: Sequence[float]) -> int:
+    def first_kept(self, values: np.ndarray) -> int:
         """The place of the first value that keeps the bound; with an estimate, values around its guess are tried."""
 
         def kept(place: int) -> bool:

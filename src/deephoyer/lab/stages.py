@@ -218,10 +218,10 @@ class Prune(Part):
         elif settings:
             raise UserError(f"a target goes with a rule that needs a value alone, not {self.rule}.")
         else:
-            self.sought()
+            self.rule_of_target()
         return self
 
-    def sought(self) -> type[OneNumber]:
+    def rule_of_target(self) -> type[OneNumber]:
         """The rule whose value a target finds."""
         from deephoyer.rules import Absolute, Effective, StdRatio
 

@@ -110,14 +110,14 @@ class Blocks:
 class ChannelGraph:
     """For each place the channel at each index; channels are numbered from 0.
 
-    `reads` and `writes` are the places where a product reads channels or makes them. `wires` are pairs
-    of channels where one is passed on as the other without any weight: either can be taken out by itself, but
-    zeroing all weights of one does not silence it. `wirings` are the modules that do so. `calls` are those that name
-    sizes, and `sizes` the ones among them that the code must be told; modules that are `told` get their new number of
-    heads though something is computed from it. The channels of `norms` may go only if they are
-    zero, not if they are merely read by nobody; so may those that are `summed` without weights. Slices
-    at `directions` are divided by their own length and go as they are, since zero has none. Along the places that are
-    `aligned` a kernel wants a multiple of `ALIGNMENT` channels.
+    `reads` and `writes` are the places where a product reads channels or makes them. `wires` are pairs of channels
+    where one is passed on as the other without any weight: either can be taken out by itself, but zeroing all weights
+    of one does not silence it. `wirings` are the modules that do so. `calls` are those that name sizes, and `sizes` the
+    ones among them that the code must be told; modules that are `updated` get their new number of heads though
+    something is computed from it. The channels of `norms` may go only if they are zero, not if they are merely read by
+    nobody; so may those that are `summed` without weights. Slices at `directions` are divided by their own length and
+    go as they are, since zero has none. Along the places that are `aligned` a kernel wants a multiple of `ALIGNMENT`
+    channels.
     """
 
     places: dict[Place, Tensor] = field(default_factory=dict)
@@ -135,7 +135,7 @@ class ChannelGraph:
     blocks: list[Blocks] = field(default_factory=list)
     calls: dict[Call, SizedCall] = field(default_factory=dict)
     sizes: set[SizeRule] = field(default_factory=set)
-    told: set[str] = field(default_factory=set)
+    updated: set[str] = field(default_factory=set)
     exact: bool = True
     rounding: torch.dtype = torch.float64
     norms: dict[str, tuple[RmsNorm, Tensor]] = field(default_factory=dict)

@@ -20,7 +20,7 @@ from deephoyer.errors import UserError, true_or_false
 from deephoyer.groups import Grouping, Slices, SliceUnit, Unit
 from deephoyer.inference import Examples, call, outside_inference_mode
 from deephoyer.structure.channels import ChannelGraph, ChannelSet, Place
-from deephoyer.structure.equality import Differs, all_nan, compare, drawn_answers, inside_of, same_inside
+from deephoyer.structure.equality import Differs, all_nan, check_modules, compare, drawn_answers, module_outputs
 from deephoyer.structure.follow import CannotFollow, follow, plain_attention
 from deephoyer.structure.inputs import one_sample, outputs_in
 from deephoyer.structure.remove import alive_outputs, homes_of, remove, replace_tensor, spare_last, tensor_of, zero
@@ -156,14 +156,14 @@ def proven(model: nn.Module, inputs: Examples, exact: bool = True) -> ChannelGra
     """The channel graph of a model, less what a trial removal shows to be wrong."""
     graph, inputs = _followed(model, inputs, exact)
     model = _awake(shared_copy(model), inputs)
-    told: set[type[nn.Module]] = set()
-    for _ in range(1 + 3 * len(graph.sets())):  # each time a module is told its numbers, or one set at least given up
+    tried: set[type[nn.Module]] = set()
+    for _ in range(1 + 3 * len(graph.sets())):  # each time a kind of module is updated, or one set at least given up
         free = [one for one in graph.sets() if one.reason is None]
         try:
             _try(model, graph, free, inputs, learn=True)
             return graph
         except Differs as why:
-            if not _tell(model, graph, why.module, told):
+            if not _update(model, graph, why.module, tried):
                 _give_up(model, graph, free, inputs, why)
     raise CannotFollow("coupled: the model's channels can't be worked out; give an inner module instead.")
 
@@ -213,7 +213,7 @@ def _try(model: nn.Module, graph: ChannelGraph, sets: list[ChannelSet], inputs: 
 
     small = zeroed()
     drawn, before = drawn_answers(small, inputs, 1)
-    inside = inside_of(small, drawn) if learn and graph.exact else []
+    inside = module_outputs(small, drawn) if learn and graph.exact else []
     if all_nan(before):
         raise UserError("the model gives nothing but NaN, so there is nothing to compare.")
     remove(small, graph, dead)  # from the same copy: a large network is there twice, not three times
@@ -222,12 +222,12 @@ def _try(model: nn.Module, graph: ChannelGraph, sets: list[ChannelSet], inputs: 
         apply_sizes(small, graph.sizes, graph.calls, dead)
     alive = alive_outputs(model, graph, dead, dead)
     compare(before, small, drawn, zeroed, alive, graph.exact, graph.rounding)
-    same_inside(inside, small, drawn, alive, graph.rounding)
+    check_modules(inside, small, drawn, alive, graph.rounding)
 
 
 def _learnt(small: nn.Module, graph: ChannelGraph, dead: Tensor, inputs: Examples) -> set[SizeRule]:
     with torch.no_grad(), plain_attention():
-        return learn_sizes(small, graph.calls, dead, lambda: call(small, inputs), graph.told)
+        return learn_sizes(small, graph.calls, dead, lambda: call(small, inputs), graph.updated)
 
 
 def _awake(model: nn.Module, inputs: Examples) -> nn.Module:
@@ -248,15 +248,18 @@ def _awake(model: nn.Module, inputs: Examples) -> nn.Module:
     return model
 
 
-def _tell(model: nn.Module, graph: ChannelGraph, name: str, told: set[type[nn.Module]]) -> bool:
-    """Lets all modules of a kind have the new value of a number that they divide by; if that was tried, no longer."""
+def _update(model: nn.Module, graph: ChannelGraph, name: str, tried: set[type[nn.Module]]) -> bool:
+    """Lets all modules of a kind have the new value of a number that they divide by; if that was tried, no longer.
+
+    False where neither changes anything.
+    """
     kind = type(model.get_submodule(name))
     its = {n for n, module in model.named_modules() if type(module) is kind}
     divide = {s.module for call in graph.calls.values() for s in call.asked if isinstance(s, Setting) and s.divides}
-    if not its & divide or (kind in told and not its & graph.told):
+    if not its & divide or (kind in tried and not its & graph.updated):
         return False
-    graph.told = graph.told - its if kind in told else graph.told | its
-    told.add(kind)
+    graph.updated = graph.updated - its if kind in tried else graph.updated | its
+    tried.add(kind)
     graph.sizes = {rule for rule in graph.sizes if rule.call[0] not in its}
     return True
 

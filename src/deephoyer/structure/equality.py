@@ -18,7 +18,7 @@ from deephoyer.structure.inputs import drawn_like, outputs_in, tensors_in
 from deephoyer.structure.layers import channel_dim, kind_of
 from deephoyer.structure.ties import Choices, ChosenAlike
 
-STRUCTURE = 100
+MISTAKE = 100
 """A mistake in the structure differs by this many times what rounding may, where it happens; outputs may hide it."""
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 
@@ -57,12 +57,12 @@ Matter = dict[str, tuple[Tensor, Tensor]]
 Outputs = list[tuple[str, Tensor]]
 
 
-def same_inside(
+def check_modules(
     before: Outputs, small: nn.Module, inputs: Examples, matter: Matter, rounding: torch.dtype = torch.float64
 ) -> None:
-    """Raises `Differs` if a module gives clearly something else, be it that little of it reaches the outputs."""
+    """Raises `Differs` if a module gives clearly something else, even if little of it reaches the outputs."""
     with torch.no_grad(), _full_precision():
-        if name := first_difference(before, small, inputs, matter, TOLERANCE.get(rounding, 1.0), STRUCTURE):
+        if name := first_difference(before, small, inputs, matter, TOLERANCE.get(rounding, 1.0), MISTAKE):
             raise Differs(f"the smaller network gives something else in {name}.", name)
 
 
@@ -119,13 +119,13 @@ def compare(
         worst = _worst(before, outputs_in(_run(small, inputs)))
         limit = max([TOLERANCE.get(rounding, 0.0), *(tolerance(t) for t in before)])
         if exact and not any(t.numel() for t in before):
-            if name := first_difference(inside_of(big(), inputs), small, inputs, matter or {}):
+            if name := first_difference(module_outputs(big(), inputs), small, inputs, matter or {}):
                 raise Differs(f"the smaller network gives something else from {name} on.", name)
             return worst
         if worst > limit and (exact or worst == float("inf")):
             larger = big()
             if (chosen := but_for_ties(larger, small, inputs, limit)) > limit:
-                name = first_difference(inside_of(larger, inputs), small, inputs, matter or {})
+                name = first_difference(module_outputs(larger, inputs), small, inputs, matter or {})
                 raise Differs(
                     f"the smaller network's outputs differ by {worst:.1e} of their scale; "
                     f"the difference began at {name or 'the output'}.",
@@ -211,7 +211,7 @@ def first_difference(
     By more than so many times rounding, or the `limit`, of their own scale.
     """
     theirs: dict[str, list[Tensor]] = {}
-    for name, tensor in inside_of(small, inputs):
+    for name, tensor in module_outputs(small, inputs):
         theirs.setdefault(name, []).append(tensor)
     for name, tensor in before:  # a module may be called several times
         if not theirs.get(name):
@@ -228,7 +228,7 @@ def first_difference(
     return ""
 
 
-def inside_of(model: nn.Module, inputs: Examples) -> Outputs:
+def module_outputs(model: nn.Module, inputs: Examples) -> Outputs:
     """What each module gives, in the order of the calls."""
     seen: Outputs = []
     hooks = []

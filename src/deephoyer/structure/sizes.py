@@ -238,11 +238,11 @@ class SizeRule:
 
 
 def learn_sizes(
-    model: nn.Module, calls: dict[Call, SizedCall], dead: Tensor, run: Callable[[], Any], told: Collection[str] = ()
+    model: nn.Module, calls: dict[Call, SizedCall], dead: Tensor, run: Callable[[], Any], updated: Collection[str] = ()
 ) -> set[SizeRule]:
     """Runs a network that channels were taken out of, and notes the sizes that its code gets wrong.
 
-    Attributes from which something else is computed stay as they are, but for those of the modules that are `told`.
+    Attributes from which something else is computed stay as they are, but for those of the modules that are `updated`.
     """
     rules: set[SizeRule] = set()
     counter = CallCounter()
@@ -259,10 +259,8 @@ def learn_sizes(
         for i in wrong:
             setting = known.asked[i]
             own = (setting.module, setting.name) if isinstance(setting, Setting) else None
-            if own is not None and own[0] in told:
-                set_size(
-                    model.get_submodule(own[0]), own[1], expected[i]
-                )  # what is computed from it comes before others
+            if own is not None and own[0] in updated:
+                set_size(model.get_submodule(own[0]), own[1], expected[i])  # now: later calls are computed from it
             elif isinstance(setting, Setting) and setting.divides:
                 own = None
             rules.add(SizeRule(call, i, own))

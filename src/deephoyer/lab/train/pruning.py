@@ -147,7 +147,7 @@ def _aimed(run: Run, settings: Prune, target: PruneTarget, groups: list[Grouping
     found = targets.value_for(
         goal,
         run.model,
-        settings.sought(),
+        settings.rule_of_target(),
         groups,
         settings.parameters,
         settings.allow_empty,
@@ -156,7 +156,7 @@ def _aimed(run: Run, settings: Prune, target: PruneTarget, groups: list[Grouping
     )
     run.state.prune_value = found.value
     run.progress.note(f"prune: {settings.rule} {found.value:.4g}, where {goal.name} is {found.number:.4g}")
-    return settings.sought()(found.value)
+    return settings.rule_of_target()(found.value)
 
 
 @torch.inference_mode()
