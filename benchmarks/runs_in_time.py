@@ -94,13 +94,8 @@ class Job:
     def done(self) -> bool:
         return (self.folder / "summary.json").exists()
 
-    def epochs(self) -> int:
-        """All that the run trains, rounds counted."""
-        each = {stage: getattr(getattr(self.recipe, stage), "epochs", 0) for stage in STAGES}
-        return sum(count * (self.recipe.rounds if stage == "regularize" else 1) for stage, count in each.items())
-
     def epochs_left(self) -> int:
-        return 0 if self.done() else self.epochs() - len(RunFolder(self.folder).metrics())
+        return 0 if self.done() else self.recipe.epochs - len(RunFolder(self.folder).metrics())
 
     @cached_property
     def builds_on(self) -> list[tuple[str, int]]:
@@ -300,7 +295,7 @@ class InOrder(Queue):
                 why = self.failed.get(job.identity)
                 before = [one.title for one in self.waits_for(job)]
                 told = f"failed: {why}" if why else f"waits for {before[0]}" if before else "not to its end"
-                found.append(f"{job.title}: {told}; {job.epochs_left()} of {job.epochs()} epochs left")
+                found.append(f"{job.title}: {told}; {job.epochs_left()} of {job.recipe.epochs} epochs left")
         return found
 
 
@@ -356,11 +351,11 @@ def plan_rows(jobs: Sequence[Job], pace: Mapping[str, float], items: Mapping[str
         new = [job for job in once(own) if job.identity not in seen]
         seen |= {job.identity for job in new}
         left = sum(job.epochs_left() * pace[job.network] for job in new)
-        counts = [len(new), sum(job.done() for job in new), sum(job.epochs() for job in new)]
+        counts = [len(new), sum(job.done() for job in new), sum(job.recipe.epochs for job in new)]
         rows.append([title, *map(str, counts), str(sum(job.epochs_left() for job in new)), f"{left:.0f}"])
     total = once(jobs)
     left = sum(job.epochs_left() * pace[job.network] for job in total)
-    counts = [len(total), sum(job.done() for job in total), sum(job.epochs() for job in total)]
+    counts = [len(total), sum(job.done() for job in total), sum(job.recipe.epochs for job in total)]
     rows.append(["all", *map(str, counts), str(sum(job.epochs_left() for job in total)), f"{left:.0f}"])
     return rows
 

@@ -79,7 +79,7 @@ class Plan:
                 for method, words in methods.items()
             ]
             # Not scaled but counted: the epochs of stages are rounded up one by one.
-            as_long = ("regularize=null", "prune=null", "rounds=1", *own, f"finetune.epochs={cut[0].epochs()}")
+            as_long = ("regularize=null", "prune=null", "rounds=1", *own, f"finetune.epochs={cut[0].recipe.epochs}")
             yield Job(name, "dense, as long", "", base, (*as_long, *self.changes))
             yield from cut[:-1]
             if seed == self.seeds[0]:

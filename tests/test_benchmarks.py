@@ -221,7 +221,7 @@ def test_a_run_is_given_when_what_it_starts_from_is_done_and_not_if_that_failed(
     queue.ended(given)
     assert queue.next() is None and not queue.open()
     assert [line.split(": ")[1] for line in queue.left()] == ["failed", f"waits for {first.title}; 2 of 2 epochs left"]
-    assert later.epochs() == 2
+    assert later.recipe.epochs == 2
 
 
 def packed(jobs, folder):
@@ -268,7 +268,7 @@ def test_what_is_packed_keeps_within_its_size_and_names_what_found_no_room(monke
     folders = [job.folder for job in jobs]
     assert runs_in_time.pack(folders, tmp_path / "home", 12_000) == [str(jobs[1].folder)]
     assert sum(path.stat().st_size for path in (tmp_path / "home").iterdir()) < 12_000
-    assert jobs[1].epochs_left() == 1 and jobs[1].epochs() == 2
+    assert jobs[1].epochs_left() == 1 and jobs[1].recipe.epochs == 2
 
 
 def test_every_run_of_the_cifar_fronts_starts_from_one_that_comes_before_it():
@@ -282,6 +282,6 @@ def test_every_run_of_the_cifar_fronts_starts_from_one_that_comes_before_it():
             assert name == "held-out" or job.recipe.epoch_selection != "held-out"
             known.add(job.identity)
     jobs = list(plan.ablation())
-    epochs = {job.words: job.epochs() for job in jobs}
+    epochs = {job.words: job.recipe.epochs for job in jobs}
     compared = [job for job in jobs if job.is_row and job.aim]
     assert len(compared) == 16 and {epochs[job.words] + epochs[job.recipe.start] for job in compared} == {162, 324}

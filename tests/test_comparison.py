@@ -285,6 +285,16 @@ def test_a_slip_in_a_comparison_is_told_before_anything_runs(tmp_path, monkeypat
         Comparison(str(file))
 
 
+def test_a_method_with_epochs_of_its_own_or_chosen_on_test_images_is_refused(tmp_path):
+    file = tmp_path / "mine.yaml"
+    for words, why in (("regularize.epochs=7", "ADMM trains for"), ("epoch_selection=test-best", "held-out images")):
+        file.write_text(MINIATURE.replace("words: [regularize.strength=0]", f"words: [regularize.strength=0, {words}]"))
+        with pytest.raises(dh.UserError, match=why):
+            Comparison(str(file))
+    with pytest.raises(dh.UserError, match="epoch_selection=held-out, not last"):
+        Comparison("lenet-300-100", ["epoch_selection=last"])
+
+
 MINIATURE = """
 about: a miniature
 base: compare/lenet-300-100

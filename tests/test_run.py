@@ -173,6 +173,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpo
     made = small("regularize.optimizer=sgd", "regularize.lr=1e30")
     with pytest.raises(dh.UserError, match="regularize: the loss is"):
         Run(made, tmp_path).execute()
+    assert "the loss is" in json.loads((tmp_path / "failed.json").read_text())
     tensors, state, _ = checkpoint.newest(tmp_path / "checkpoints")
     assert state["stage"] == "regularize" and all(t.isfinite().all() for t in tensors.values())
 

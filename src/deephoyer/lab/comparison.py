@@ -218,12 +218,24 @@ class Comparison(Queue):
         self._done: dict[Path, bool] = {}
         self._chosen: dict[tuple[str, float], float | None] = {}
         for method, entry in self.methods.items():  # a slip shows before anything starts
-            for words in self.chain(Job(method, entry.values[0], 0, self.protocol.sizes[0])):
-                self._read(words)
+            self._check(method, Job(method, entry.values[0], 0, self.protocol.sizes[0]))
         self._until = math.inf if minutes is None else time.monotonic() + 60 * minutes
         self._busy: set[Path] = set()
         self._failed: dict[Path, str] = {}
         self._outcomes: dict[Job, ComparedRun] = {}
+
+    def _check(self, method: str, job: Job) -> None:
+        """What makes a comparison fair, of which own words of a method could be the end."""
+        made = [self._read(words) for words in self.chain(job)]
+        epochs, all_epochs = sum(recipe.epochs for recipe in made), self.dense_epochs + self.epochs
+        if epochs != all_epochs:
+            raise UserError(f"comparison {self.name}: {method} trains for {epochs} epochs, the others {all_epochs}.")
+        for recipe in made:
+            if recipe.epoch_selection != "held-out":
+                raise UserError(
+                    f"comparison {self.name}: settings are chosen on held-out images, so that {method} needs "
+                    f"epoch_selection=held-out, not {recipe.epoch_selection}."
+                )
 
     # Which runs there are
 

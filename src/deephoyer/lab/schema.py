@@ -188,6 +188,12 @@ class Recipe(Part):
         return ("start", *present) if self.start is not None else present
 
     @property
+    def epochs(self) -> int:
+        """All that a run trains, rounds counted."""
+        each = {stage: getattr(getattr(self, stage), "epochs", 0) for stage in STAGES}
+        return sum(each.values()) + (self.rounds - 1) * each["regularize"]
+
+    @property
     def result_file(self) -> str:
         """The file of the final network in the run's folder."""
         return f"{TITLES[self.stages()[-1]]}.safetensors"

@@ -20,7 +20,7 @@ from deephoyer.lab.schema import DESCRIPTIVE, STAGES, Recipe
 
 COMMAND, RECIPE = "command.json", "recipe.yaml"
 FAILED = "failed.json"
-"""Why a run can't be pruned as its recipe says, in words: without this file it is worth another try."""
+"""Why a run can't be done with its settings, in words; one that failed without this file is worth another try."""
 _held: set[TextIO] = set()
 """The locks of this process."""
 

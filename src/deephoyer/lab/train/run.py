@@ -62,6 +62,10 @@ LARGE_AT_ONCE = {"cpu": 50, "cuda": 250}
 """And those that are cropped to a size, which are larger."""
 
 
+class Diverged(UserError):
+    """The loss is no longer a number."""
+
+
 class Run:
     """Takes a recipe through its stages in a folder. `execute()` starts or resumes.
 
@@ -97,7 +101,7 @@ class Run:
                     while not self.finished():
                         self._stage(self.state.stage, resumed)
                         resumed = {}
-            except (Empties, OutOfReach) as why:
+            except (Diverged, Empties, OutOfReach) as why:
                 if self.processes.main:
                     self.folder.write_json(FAILED, str(why))
                 raise
@@ -473,7 +477,7 @@ class Run:
         """Keeps the weights of an epoch that is the best so far; gives its line of metrics."""
         state = self.state
         if not math.isfinite(loss):
-            raise UserError(
+            raise Diverged(
                 f"{state.stage}: the loss is {loss} in epoch {state.epoch}. A lower lr or strength may help; "
                 f"good checkpoints, if it came to any, are in {self.folder.checkpoints}."
             )
