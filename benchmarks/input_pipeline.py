@@ -35,7 +35,7 @@ from measuring import machine, show, words, write
 
 CLASSES, DIFFERENT, QUALITY = 10, 40, 87
 STEPS = 2000
-"""Of an epoch: more than fit into the time."""
+"""Of an epoch: more than usually fit into the time."""
 SHARES = {"one core": 0.05, "reading alone": 0.2, "training alone": 0.15, "training on what is read": 0.25}
 """Of the time that is given; the rest goes into making files, starting workers and warming up."""
 
@@ -72,7 +72,8 @@ def endless(source: Streaming, batch: int) -> Iterator[Batch]:
     """Batches of one long epoch, as ImageNet has: at the start of each, the workers have nothing ready."""
     count = source.count("train")
     drawn = Streamed(source, torch.arange(count).repeat(math.ceil(STEPS * batch / count)), batch, seed=0)
-    yield from drawn.steps(range(len(drawn)))
+    while True:
+        yield from drawn.steps(range(len(drawn)))
 
 
 def rate(call: Any, batch: int, device: torch.device, seconds: float, warm_up: int) -> float:

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 import deephoyer as dh
 import measuring
 import trained_fronts
+from deephoyer.files import write_atomically
 from deephoyer.lab.train import gpu_sharing
 from deephoyer.lab.train.compiling import Compiled, repeated
 
@@ -273,9 +274,7 @@ class Study:
         self.write()
 
     def write(self) -> None:
-        temporary = self.file.with_suffix(".tmp")
-        temporary.write_text(json.dumps(self.results, indent=1) + "\n")
-        temporary.replace(self.file)
+        write_atomically(self.file, (json.dumps(self.results, indent=1) + "\n").encode())
 
     def reach(self, name: str, work: Callable[[], dict[str, Any]]) -> None:
         """Afterwards the network has this stage's weights; trained now if they were not yet."""

@@ -49,7 +49,7 @@ class Zeroing:
         words = _WORDS[tensor.element_size()]
         of, keep = self._kept.get((id(drop), words), (None, drop))
         if of is not drop:
-            keep = torch.where(drop, 0, -1).to(words)
+            keep = drop.to(words) - 1  # no bit where it is dropped, else all
             self._kept[id(drop), words] = (drop, keep)
         tensor.detach().view(words).bitwise_and_(keep)
 
