@@ -232,6 +232,75 @@ def test_the_epoch_that_is_kept_is_the_best_after_the_last_prune():
     assert plan.report.epoch == 5 and all(torch.equal(t, kept[4][n]) for n, t in model.state_dict().items())
 
 
+def test_a_score_that_is_no_number_is_the_worst_of_all():
+    model = network()
+    optimizer = adam(model)
+    plan = Plan(model, X, optimizer, Target(macs=0.5, drop=0.05), 8, stages=Stages(0.2, 0.3), rounds=2)
+    for epoch, score in enumerate([float("nan"), 0.8, 0.8, 0.8, float("nan"), 0.78, 0.79, 0.78]):
+        train(model, optimizer, epoch, count=1)
+        plan.epoch(torch.tensor(score))
+    plan.finish()
+    assert plan.report.base == pytest.approx(0.8) and plan.report.score == pytest.approx(0.79)
+    assert plan.report.epoch == 7 and plan.report.reached == pytest.approx(0.5, rel=0.03)
+
+
+def test_without_a_score_to_measure_a_drop_from_nothing_is_pruned():
+    model = network()
+    optimizer = adam(model)
+    plan = Plan(model, X, optimizer, Target(macs=0.3, drop=0.0), steps=12)
+    for step in range(12):
+        train(model, optimizer, step, count=1)
+        if step == 1:
+            with pytest.warns(UserWarning, match="the first prune waits for a score"):
+                plan.step()
+        else:
+            plan.step(0.9 if step == 6 else 0.5 if step == 7 else None)
+        assert (plan.masks is None) == (step < 6)
+    plan.finish()
+    assert plan.report.base == 0.9 and plan.report.reached == 1.0, "what was cut lost more than is allowed"
+    assert "the weights of step 7" in str(plan.report)
+
+
+def test_weights_that_came_back_behind_the_hooks_are_zero_again_and_told():
+    model = network()
+    optimizer = adam(model)
+    plan = Plan(model, X, optimizer, Target(density=0.2), 6)
+    before = copy.deepcopy(model.state_dict())
+    for epoch in range(6):
+        train(model, optimizer, epoch, count=2)
+        plan.epoch()
+    model.load_state_dict(before)
+    with pytest.warns(UserWarning, match=r"weights of 0\.weight, 3\.weight, 7\.weight, … that had been"):
+        plan.finish()
+    assert plan.report.reached == pytest.approx(0.2, rel=0.02) and "zero again" in str(plan.report)
+
+
+def test_an_optimizer_that_makes_no_step_is_told():
+    model = network()
+    plan = Plan(model, X, adam(model), Target(macs=0.5), 4)
+    train(model, adam(model), 0, count=2)
+    with pytest.warns(UserWarning, match="made no step while it regularized"):
+        plan.epoch()
+
+
+def test_what_a_module_keeps_beside_its_tensors_comes_back_with_the_best_epoch():
+    class Counting(nn.Linear):
+        seen = 0
+
+        def get_extra_state(self):
+            return {"seen": self.seen}
+
+        def set_extra_state(self, state):
+            self.seen = state["seen"]
+
+    model = nn.Sequential(Counting(8, 16), nn.ReLU(), nn.Linear(16, 2))
+    plan = Plan(model, torch.zeros(1, 8), adam(model), Target(macs=0.5), 4, stages=Stages(0, 0.25), rounds=1, pull=0)
+    for model[0].seen, score in enumerate([0.5, 0.6, 0.9, 0.7]):
+        plan.epoch(score)
+    plan.finish()
+    assert model[0].seen == 2
+
+
 def test_a_target_beyond_reach_names_the_layers_that_could_not_give_more():
     model = network()
     optimizer = adam(model)
@@ -348,6 +417,7 @@ def test_a_plan_that_makes_no_sense_is_refused(settings, told):
         ({"macs": 0}, "above 0"),
         ({"macs": 0.5, "drop": -1}, "drop"),
         ({"latency": 0.5, "batch": 0}, "batch is 0"),
+        ({"latency": 0.5, "dtype": "bfloat16"}, "dtype is 'bfloat16'"),
         ({"latency": 0.5, "mode": "fast"}, "mode of running"),
     ],
 )
@@ -358,14 +428,20 @@ def test_a_target_that_makes_no_sense_is_refused(target, told):
 
 def test_what_the_loop_gets_wrong_is_told():
     model = network()
-    plan = Plan(model, X, adam(model), Target(macs=0.5, drop=0.1), 1)
+    plan = Plan(model, X, adam(model), Target(macs=0.5, drop=0.1), 1, pull=0)
     with pytest.raises(dh.UserError, match="needs your validation score"):
         plan.epoch()
+    for score in ({"accuracy": 0.5}, "good", torch.ones(2)):
+        with pytest.raises(dh.UserError, match=r"the score is .* must be one number"):
+            plan.epoch(score)
     plan.epoch(0.5)
     with pytest.raises(dh.UserError, match="are over"):
         plan.epoch(0.5)
     with pytest.raises(dh.UserError, match="a plan of 1, not 3"):
         Plan(model, X, adam(model), Target(macs=0.5), 3).load_state_dict(plan.state_dict())
+    for state in ({"model": {}}, None, 3):
+        with pytest.raises(dh.UserError, match="is not what a plan's state_dict"):
+            plan.load_state_dict(state)
 
 
 def test_matrices_and_the_rest_may_have_an_optimizer_each():

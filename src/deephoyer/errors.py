@@ -41,6 +41,18 @@ def not_negative(value: Any, what: str) -> float:
     return number
 
 
+def score(value: Any, what: str) -> float:
+    """How well a network does, as a float; NaN, which a network that diverged gives, is worse than any other.
+
+    >>> score(float("nan"), "score") < score(-1e9, "score")
+    True
+    """
+    number = _number(value)
+    if number is None:
+        raise UserError(f"{what} is {shown(value)}; it must be one number, higher for a better network.")
+    return float("-inf") if number != number else number
+
+
 def true_or_false(value: Any, what: str) -> bool:
     """The value as a bool; NumPy's are taken, too."""
     if type(value).__name__ not in ("bool", "bool_"):

@@ -104,6 +104,16 @@ class Masks(Mapping[str, Tensor]):
             local(tensor).masked_fill_(drop, 0)
         return self
 
+    @torch.no_grad()
+    def undone(self, model: nn.Module | None = None) -> list[str]:
+        """The parameters in which something is not zero that these masks drop.
+
+        >>> Masks({"weight": torch.tensor([[True, False]])}).undone(nn.Linear(2, 1))
+        ['weight']
+        """
+        drops = zip(self, self._drops(model), strict=True)
+        return [name for name, (tensor, drop) in drops if local(tensor).masked_select(drop).any()]
+
     def hold(self, optimizer: torch.optim.Optimizer, model: nn.Module | None = None) -> Hold:
         """Keeps the zeros exactly zero after every step of the optimizer, in the weights and in its state.
 

@@ -7,18 +7,21 @@ step) is over, and does the rest through hooks of the optimizer. For more say in
 
 from __future__ import annotations
 
+import copy
 import html
 import math
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Unpack
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from deephoyer.cutting import Choosing, Cut, Cutter, agreed
-from deephoyer.errors import UserError, not_negative
+from deephoyer.errors import UserError, not_negative, positive_whole, shown
+from deephoyer.errors import score as score_of
 from deephoyer.groups import Grouping
 from deephoyer.inference import Examples
 from deephoyer.masks import Hold, Masks
@@ -98,7 +101,7 @@ class Plan:
         self.by_steps = steps is not None
         self.model, self.target = unwrap(model), target
         self.optimizers = [bare(o) for o in (optimizer if isinstance(optimizer, list | tuple) else [optimizer])]
-        self.stages, self.rounds = stages or Stages(), _rounds(rounds)
+        self.stages, self.rounds = stages or Stages(), positive_whole(rounds, "plan: rounds")
         with torch.random.fork_rng(devices=[]):  # making a plan leaves the user's random numbers alone
             self.cutter = Cutter(model, example_inputs, target, groups, batches=batches, **choosing)
         self.regularizer = Regularizer(
@@ -128,6 +131,7 @@ class Plan:
         self._held: list[Hold] = []
         self._watch: Any = None
         self._attached = False
+        self._stepped = False  # whether an optimizer of the plan was seen to make a step
         if self.pull or self._given:  # what no optimizer holds is told now, not in the middle of training
             self.regularizer.attach(*self.optimizers).detach()
         self._follow()
@@ -192,11 +196,13 @@ class Plan:
         if self.report is not None or self.done >= self.total:
             unit = "steps" if self.by_steps else "epochs"
             raise UserError(f"plan: its {self.total} {unit} are over; call plan.finish().")
-        score = agreed(None if score is None else float(score))
+        score = agreed(None if score is None else score_of(score, "plan: the score"))
         if self.target.drop is not None and score is None and not self.by_steps:
             raise UserError("plan: the target allows a drop, so it needs your validation score: plan.epoch(score).")
         stage = self.stage
         self.done += 1
+        if told or score is not None:
+            self._keep_zeros()
         if score is not None:
             self._remember(score)
         if told or score is not None:
@@ -221,6 +227,7 @@ class Plan:
         if self.level < self.rounds and self.target.drop is None:
             self._note(f"finished after {self.done} of {self.total}, before the last prune: it is not finetuned.")
             self._prune(self.rounds)
+        self._keep_zeros()
         if self._best is not None:
             self.model.load_state_dict(self._best["model"])
             self.level = int(self._best["level"])
@@ -262,6 +269,7 @@ class Plan:
     @torch.no_grad()
     def _look(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """After a step: calibrates the strength by the first of them, then sees whether the penalty has done enough."""
+        self._stepped = True
         if not self._given and not self._calibrated():
             self._calibrate(optimizer)
         elif self._attached and self.regularizer.steps % LOOK_EVERY == 0 and self._pressed():
@@ -295,11 +303,18 @@ class Plan:
 
     def _allowed(self, score: float | None) -> bool:
         """Whether the network may be cut further: not while it has lost more than it may."""
-        if self.target.drop is None or self.level == 0:
+        if self.target.drop is None:
             return True
-        return score is not None and self._within(score)
+        if self.base is None:
+            self._tell(
+                "the first prune waits for a score to measure the allowed drop from; none was given when it was due."
+            )
+            return False
+        return self.level == 0 or (score is not None and self._within(score))
 
     def _prune(self, level: int) -> None:
+        if self._watch is not None and not self._stepped:
+            self._tell("the optimizer given made no step while it regularized: does another one train the model?")
         cut = agreed(self.cutter.aim(self.share_of_level(level)))
         assert isinstance(cut, Cut)
         self._hold(self.cutter.apply(cut))
@@ -311,6 +326,17 @@ class Plan:
             held.release()
         self.masks = masks
         self._held = [masks.hold(o, self.model) for o in self.optimizers if _holds_some(o, masks, self.model)]
+
+    def _keep_zeros(self) -> None:
+        """What the hooks can't see: weights put into the model from elsewhere, or trained by somebody else."""
+        back = [] if self.masks is None else self.masks.undone(self.model)
+        if self.masks is not None and back:
+            some = ", ".join(back[:3]) + (", …" if len(back) > 3 else "")
+            self.masks.apply(self.model)
+            self._tell(
+                f"weights of {some} that had been pruned were back, and are zero again: other weights were loaded, "
+                "or another optimizer trains the model than the one given."
+            )
 
     def _release(self) -> None:
         self._detach()
@@ -341,11 +367,18 @@ class Plan:
         within = self.level == 0 or self._within(score)
         rank = [float(within), float(self.level if within else 0), score]
         if self._best is None or rank > self._best["rank"]:
-            weights = {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
+            weights = {name: _kept(value) for name, value in self.model.state_dict().items()}
             self._best = {"rank": rank, "level": self.level, "epoch": self.done, "score": score, "model": weights}
 
     def _note(self, text: str) -> None:
-        self.notes.append(text)
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def _tell(self, text: str) -> None:
+        """For the report, and at once, since much of the training may lie ahead."""
+        if text not in self.notes:
+            warnings.warn(f"plan: {text}", stacklevel=5)
+        self._note(text)
 
     # Saving
 
@@ -370,6 +403,9 @@ class Plan:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on where `state_dict` was taken; load the model's and the optimizer's states as well."""
+        if not isinstance(state, Mapping) or (missing := [key for key in self.state_dict() if key not in state]):
+            lacks = f": it has no {missing[0]!r}" if isinstance(state, Mapping) else ""
+            raise UserError(f"plan: {shown(state)} is not what a plan's state_dict() gives{lacks}.")
         if state["total"] != self.total:
             raise UserError(f"plan: this state is of a plan of {state['total']}, not {self.total}; make it the same.")
         self._release()
@@ -381,6 +417,7 @@ class Plan:
         self._probed = [list(pair) for pair in state["probed"]]
         self._density_whole, self._enough = state["density_whole"], state["enough"]
         self._resting = bool(state["resting"])
+        self._stepped = bool(self._probed) or self.regularizer.steps > 0
         self._share, self.cutter.stuck = state["share"], list(state["stuck"])
         self.masks = None
         if state["masks"] is not None:
@@ -397,6 +434,7 @@ class Plan:
         if (why := self.cutter.why_not(reached)) is not None:
             if self.level < self.rounds:
                 lost = f"cutting further lost more than the drop of {self.target.drop:g} that is allowed"
+                lost = "no score was given to measure the drop from" if self.base is None else lost
                 why = f"{why.partition(':')[0]}: {lost}."
             notes.append(why)
         return PlanReport(
@@ -444,7 +482,7 @@ class PlanReport:
     def __str__(self) -> str:
         lines = [
             f"asked for: {self.target.title()}",
-            f"reached:   {self.reached:.4f}, the weights of epoch {self.epoch}",
+            f"reached:   {self.reached:.4f}, the weights of {self._unit()} {self.epoch}",
         ]
         if self.score is not None:
             before = "" if self.base is None else f", {self.base:.4f} before the first prune"
@@ -457,19 +495,27 @@ class PlanReport:
             lines.append(self._epochs())
         return "\n".join(lines)
 
+    def _unit(self) -> str:
+        return "step" if self.history and "step" in self.history[0] else "epoch"
+
     def _epochs(self) -> str:
         """What happened when; of many steps or epochs only those at which something changed, and the last."""
         shown = self.history
         if len(shown) > MOST_LINES:
             changes = [b for a, b in pairwise(shown) if a["stage"] != b["stage"] or a["share"] != b["share"]]
             shown = [self.history[0], *changes, *([] if changes and changes[-1] is shown[-1] else [shown[-1]])]
-        unit = "step" if "step" in shown[0] else "epoch"
+        unit = self._unit()
         cells = []
         for line in shown:
             strength = ", ".join(f"{s:.3g}" for s in line["strength"].values())
             score = f"{line['score']:.4f}" if "score" in line else ""
             cells.append([line["stage"], f"{line[unit]:,}", f"{line['share']:.4f}", strength, score])
         return text_table("stages", ["stage", unit, "share", "strength", "score"], cells)
+
+
+def _kept(value: Any) -> Any:
+    """A copy of what a state dict holds; a module's extra state may be anything."""
+    return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
 @torch.no_grad()
@@ -491,13 +537,4 @@ def _holds_some(optimizer: torch.optim.Optimizer, masks: Masks, model: nn.Module
 def _length(epochs: int | None, steps: int | None) -> int:
     if (epochs is None) == (steps is None):
         raise UserError("plan: say how long you will train: either epochs= or steps=.")
-    length = epochs if steps is None else steps
-    if isinstance(length, bool) or not isinstance(length, int) or length < 1:
-        raise UserError(f"plan: {length!r} is not a number of epochs or steps; it is a whole number, 1 or more.")
-    return length
-
-
-def _rounds(rounds: int) -> int:
-    if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1:
-        raise UserError(f"plan: rounds is {rounds!r}; it is a whole number, 1 or more.")
-    return rounds
+    return positive_whole(epochs, "plan: epochs") if steps is None else positive_whole(steps, "plan: steps")

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from deephoyer.counting import count
-from deephoyer.errors import UserError, not_negative, unknown
+from deephoyer.errors import UserError, not_negative, positive_whole, shown, unknown
 from deephoyer.groups import Grouping
 from deephoyer.inference import Examples
 from deephoyer.latency import MODES
@@ -65,10 +65,11 @@ class Target:
                 raise UserError(f"target: {name} is {share!r}; it is a share of the network's, above 0 and at most 1.")
         if self.drop is not None:
             not_negative(self.drop, "target: drop")
-        if isinstance(self.batch, bool) or not isinstance(self.batch, int) or self.batch < 1:
-            raise UserError(f"target: batch is {self.batch!r}; it is a whole number of examples, 1 or more.")
+        positive_whole(self.batch, "target: batch")
         if self.mode not in MODES:
             raise unknown("mode of running a network", self.mode, MODES)
+        if self.dtype is not None and not (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point):
+            raise UserError(f"target: dtype is {shown(self.dtype)}; it is a precision as torch.bfloat16 is one.")
 
     @property
     def kind(self) -> str:
