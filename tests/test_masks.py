@@ -238,6 +238,17 @@ def test_two_optimizers_are_held_one_by_one():
         assert pruned_are_zero(model, masks)
 
 
+def test_parameters_that_an_optimizer_gets_later_are_held_too():
+    model = net()
+    masks = dh.prune(model, dh.Density(0.3))
+    opt = torch.optim.Adam(model[4:].parameters(), lr=0.1)
+    masks.hold(opt)
+    train(model, opt, last=2)
+    opt.add_param_group({"params": model[:4].parameters()})
+    train(model, opt, last=2)
+    assert pruned_are_zero(model, masks) and any(state["exp_avg"].any() for state in opt.state.values())
+
+
 def test_masks_survive_a_change_of_precision():
     model = net()
     masks = dh.prune(model, dh.Density(0.3))

@@ -163,21 +163,29 @@ class Hold:
     def __init__(
         self, optimizer: torch.optim.Optimizer, drops: list[tuple[Tensor, Tensor]], own: set[int], replaced: Replaced
     ):
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if drops and not held & own:
+        if drops and not _held(optimizer) & own:
             raise UserError(
                 "masks: the optimizer holds no parameter of this model. Is it another model's, or a copy's?"
             )
-        self._optimizer = optimizer
-        self._drops = [(tensor, laid_like(drop, local(tensor))) for tensor, drop in drops if id(tensor) in held]
+        self._optimizer, self._all = optimizer, drops
         self._zero, self._replaced = Zeroing(), replaced
+        self._take()
         self._handle = optimizer.register_step_post_hook(lambda *_: self.zero_())
         self.zero_()
+
+    def _take(self) -> None:
+        """What of the masked parameters the optimizer has now; groups of parameters may be added to it later."""
+        held = _held(self._optimizer)
+        mine = [(tensor, drop) for tensor, drop in self._all if id(tensor) in held]
+        self._drops = [(tensor, laid_like(drop, local(tensor))) for tensor, drop in mine]
+        self._groups = len(self._optimizer.param_groups)
 
     @torch.no_grad()
     def zero_(self) -> None:
         if not torch.compiler.is_compiling():
             self._replaced.check()
+            if len(self._optimizer.param_groups) != self._groups:
+                self._take()
         pairs: list[tuple[Tensor, Tensor]] = []
         for i, (tensor, drop) in enumerate(self._drops):
             if drop.device != tensor.device:  # the model was moved
@@ -194,6 +202,10 @@ class Hold:
 
     def release(self) -> None:
         self._handle.remove()
+
+
+def _held(optimizer: torch.optim.Optimizer) -> set[int]:
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
 class Empties(UserError):

@@ -325,7 +325,7 @@ class Plan:
         for held in self._held:
             held.release()
         self.masks = masks
-        self._held = [masks.hold(o, self.model) for o in self.optimizers if _holds_some(o, masks, self.model)]
+        self._held = [masks.hold(o, self.model) for o in self.optimizers if _holds_some(o, self.model)]
 
     def _keep_zeros(self) -> None:
         """What the hooks can't see: weights put into the model from elsewhere, or trained by somebody else."""
@@ -529,9 +529,9 @@ def _penalty_norm(regularizer: Regularizer) -> float:
     return torch.stack(squares).sum().sqrt().item()
 
 
-def _holds_some(optimizer: torch.optim.Optimizer, masks: Masks, model: nn.Module) -> bool:
+def _holds_some(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    return any(id(p) in held for name, p in named_parameters(model) if name in masks)
+    return any(id(p) in held for _, p in named_parameters(model))
 
 
 def _length(epochs: int | None, steps: int | None) -> int:
