@@ -196,6 +196,40 @@ def test_shrink_leaves_the_model_alone_and_tells_what_it_lost():
     assert "asked for: 0.5 of the MACs; reached 0." in str(report) and "changed by" in str(report)
 
 
+@pytest.mark.parametrize(
+    ("examples", "batch"),
+    [
+        (torch.zeros(1, 6), [torch.ones(4, 6), torch.ones(4, 3)]),  # a regression's labels are no whole numbers
+        (torch.zeros(1, 6), (torch.ones(4, 6), torch.ones(4), ["a name"] * 4)),
+        ({"x": torch.zeros(1, 6)}, {"x": torch.ones(4, 6), "labels": torch.ones(4).long()}),
+        ({"x": torch.zeros(1, 6)}, (torch.ones(4, 6), torch.ones(4).long())),
+        ((torch.zeros(1, 6), torch.zeros(1).long()), (torch.ones(4, 6), torch.ones(4).long())),
+    ],
+    ids=["regression", "more than labels", "dict", "named examples", "two inputs"],
+)
+def test_of_a_batch_the_model_gets_what_the_example_inputs_have(examples, batch):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.norm, self.b = nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Linear(16, 3)
+
+        def forward(self, x, kind=None):
+            assert (kind is not None) == (len(examples) == 2)
+            return self.b(self.norm(self.a(x)).relu())
+
+    report = dh.shrink(Net(), examples, Target(macs=0.5), [batch]).shrink_report
+    assert report.recalibrated == 1 and report.reached == 0.5
+    with pytest.raises(dh.UserError, match="can't be run on the first of the batches"):
+        dh.shrink(Net(), examples, Target(macs=0.5), [torch.ones(4, 7)])
+
+
+def test_a_network_that_is_frozen_for_use_is_shrunk_and_stays_frozen():
+    model = network().requires_grad_(False)
+    small = dh.shrink(model, X, Target(macs=0.5))
+    assert small.shrink_report.reached == pytest.approx(0.5, rel=0.03)
+    assert not any(p.requires_grad for m in (model, small) for p in m.parameters())
+
+
 def test_shrink_cuts_only_the_kind_of_group_that_is_given():
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
@@ -219,6 +253,10 @@ def test_shrink_stops_where_the_allowed_drop_is_used_up():
     small = dh.shrink(model, X, Target(parameters=0.2, drop=0.3), validate=validate)
     assert 0.7 <= small.shrink_report.scores[1] <= 0.75
     assert "more was lost than the drop of 0.3" in str(small.shrink_report)
+    gone = lambda m: 1.0 if m is model else float("nan")  # noqa: E731
+    assert dh.shrink(model, X, Target(parameters=0.2, drop=0.3), validate=gone).shrink_report.reached == 1.0
+    with pytest.raises(dh.UserError, match="what validate= gives is None"):
+        dh.shrink(model, X, Target(parameters=0.2, drop=0.3), validate=lambda m: None)
     with pytest.raises(dh.UserError, match="needs validate="):
         dh.shrink(model, X, Target(parameters=0.2, drop=0.3))
 

@@ -74,14 +74,14 @@ def moved(examples: Examples, place: torch.device) -> tuple[tuple[Any, ...], dic
     return tuple(there(a) for a in args), {k: there(v) for k, v in kwargs.items()}
 
 
-def try_call(model: nn.Module, examples: Examples) -> Any:
+def try_call(model: nn.Module, examples: Examples, what: str = "example inputs") -> Any:
     """The same, with whatever fails in the model told in a line."""
     try:
         return call(model, examples)
     except UserError:
         raise
     except Exception as why:
-        raise UserError(f"the model can't be run on the example inputs: {first_line(why)}.") from why
+        raise UserError(f"the model can't be run on the {what}: {first_line(why)}.") from why
 
 
 def arguments(examples: Examples) -> tuple[tuple[Any, ...], dict[str, Any]]:

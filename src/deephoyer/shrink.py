@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Unpack
 
@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from deephoyer.cutting import Choosing, Cutter
 from deephoyer.errors import UserError, shown
+from deephoyer.errors import score as score_of
 from deephoyer.groups import Grouping
-from deephoyer.inference import Examples, arguments, at_rest, call
+from deephoyer.inference import Examples, arguments, at_rest, call, try_call
 from deephoyer.structure import Coupled
 from deephoyer.structure.inputs import outputs_in
 from deephoyer.targets import Target
@@ -70,10 +71,11 @@ def shrink(
 ) -> nn.Module:
     """A smaller copy of the model, cut at once; `small.shrink_report` says what that lost.
 
-    `batches` are inputs as the model takes them (a tensor, a tuple, a dict), or pairs of inputs and labels; batch norms
-    are recalibrated on them and outputs compared. A `drop` in the target needs `validate(model)`, higher is better: the
-    network is then cut as far as the drop allows. Scores that look at gradients need `loss(model, batch)` besides;
-    `protect`, `multiple`, `least`, `by_cost` and `score` are those of `deephoyer.cutting.Choosing`.
+    `batches` are as the model takes them or as a loader gives them: of a tuple or dict the model gets as much as the
+    example inputs have, and labels are left out. Batch norms are recalibrated on them and outputs compared. A `drop` in
+    the target needs `validate(model)`, higher is better: the network is then cut as far as the drop allows. Scores that
+    look at gradients need `loss(model, batch)` besides; `protect`, `multiple`, `least`, `by_cost` and `score` are those
+    of `deephoyer.cutting.Choosing`.
 
     >>> net = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
     >>> small = shrink(net, torch.randn(16, 8), Target(parameters=0.5))
@@ -84,17 +86,24 @@ def shrink(
         raise UserError(f"shrink: {shown(target)} is not a target; Target(macs=0.5) is.")
     if target.drop is not None and validate is None:
         raise UserError("shrink: the target allows a drop, so it needs validate=: a function that scores a model.")
-    seen = None if batches is None else list(batches)
+    given = [] if batches is None else list(batches)
+    seen = [_inputs(batch, example_inputs) for batch in given]
     work = copy.deepcopy(with_values(model))
+    frozen = not any(p.requires_grad for p in work.parameters())
+    if frozen:  # for use, not against being cut
+        work.requires_grad_(True)
+    if seen:
+        with at_rest(work):
+            try_call(work, seen[0], "first of the batches")
     if isinstance(groups, Coupled):
         groups = type(groups)(work, example_inputs, groups.exact)  # the model itself stays as it is
-    cutter = Cutter(work, example_inputs, target, groups, batches=seen, **choosing)
-    before = None if validate is None else float(validate(model))
+    cutter = Cutter(work, example_inputs, target, groups, batches=None if batches is None else given, **choosing)
+    before = None if validate is None else _scored(validate, model)
     whole = copy.deepcopy(work.state_dict())
 
     small, after, note = _cut(cutter, whole, target.share, seen), None, ""
     if validate is not None:
-        after = float(validate(small))
+        after = _scored(validate, small)
         if target.drop is not None and before is not None and after < before - target.drop:
             small, after = _as_far_as_allowed(cutter, whole, seen, validate, before)
             note = f"note:      at {target.share:g} more was lost than the drop of {target.drop:g} that is allowed."
@@ -112,14 +121,18 @@ def shrink(
         widths=cutter.widths(),
         note=note,
     )
-    return small
+    return small.requires_grad_(False) if frozen else small
+
+
+def _scored(validate: Callable[[nn.Module], float], model: nn.Module) -> float:
+    return score_of(validate(model), "shrink: what validate= gives")
 
 
 def _cut(
     cutter: Cutter,
     whole: dict[str, Tensor],
     share: float,
-    batches: list[Any] | None,
+    batches: list[Examples],
 ) -> nn.Module:
     cutter.model.load_state_dict(whole)
     if share < 1:
@@ -133,7 +146,7 @@ def _cut(
 def _as_far_as_allowed(
     cutter: Cutter,
     whole: dict[str, Tensor],
-    batches: list[Any] | None,
+    batches: list[Examples],
     validate: Callable[[nn.Module], float],
     before: float,
 ) -> tuple[nn.Module, float]:
@@ -143,18 +156,18 @@ def _as_far_as_allowed(
     for _ in range(HALVINGS):
         middle = math.sqrt(low * high)
         small = _cut(cutter, whole, middle, batches)
-        after = float(validate(small))
+        after = _scored(validate, small)
         if after >= before - (cutter.target.drop or 0.0):
             best, high = (small, after), middle
         else:
             low = middle
     if best is None:
-        return _cut(cutter, whole, 1.0, None), before
+        return _cut(cutter, whole, 1.0, []), before
     return best
 
 
 @torch.no_grad()
-def recalibrate(model: nn.Module, batches: Iterable[Any]) -> int:
+def recalibrate(model: nn.Module, batches: Iterable[Examples]) -> int:
     """Takes the running statistics of batch norms anew, as the mean over these batches; says how many norms there are.
 
     A cut network's activations have other means and variances than those the norms remember.
@@ -171,7 +184,7 @@ def recalibrate(model: nn.Module, batches: Iterable[Any]) -> int:
         norm.train()
     try:
         for batch in batches:
-            call(model, _inputs(batch))
+            try_call(model, batch, "batches")
     finally:
         for norm, momentum in zip(norms, momenta, strict=True):
             norm.momentum = momentum
@@ -188,22 +201,22 @@ def _norms(model: nn.Module) -> list[nn.modules.batchnorm._BatchNorm]:
     ]
 
 
-def _inputs(batch: Any) -> Examples:
-    """What of a batch the model takes: of a pair of floats and whole numbers, which are labels, the first."""
-    if isinstance(batch, tuple | list) and len(batch) == 2:
-        x, y = batch
-        if isinstance(x, Tensor) and isinstance(y, Tensor) and x.is_floating_point() and not y.is_floating_point():
-            return (x,)
+def _inputs(batch: Any, examples: Examples) -> Examples:
+    """What of a batch the model takes: as much as the example inputs have, by name or by place. Labels are the rest."""
+    args, kwargs = arguments(examples)
+    if isinstance(batch, Mapping) and kwargs:
+        return {name: value for name, value in batch.items() if name in kwargs}
+    if isinstance(batch, tuple | list):
+        return tuple(batch[: len(args) + len(kwargs)])
     arguments(batch)
     return batch
 
 
 @torch.no_grad()
-def _difference(model: nn.Module, small: nn.Module, batches: list[Any]) -> tuple[float, float | None]:
+def _difference(model: nn.Module, small: nn.Module, batches: list[Examples]) -> tuple[float, float | None]:
     changed = size = right = count = 0.0
     classes = True
-    for batch in batches:
-        inputs = _inputs(batch)
+    for inputs in batches:
         with at_rest(model), at_rest(small):
             old, new = outputs_in(call(model, inputs)), outputs_in(call(small, inputs))
         for a, b in zip(old, new, strict=True):
