@@ -162,6 +162,19 @@ def test_examples_that_a_model_cannot_read_are_told_in_the_same_words_everywhere
         refused(lambda call=call: call(net(), wrong), "the model can't be run on the example inputs", "2x7 and 6x4")
 
 
+def test_examples_that_prove_nothing_are_refused():
+    for call in (dh.compact, dh.Coupled):
+        refused(lambda call=call: call(net(), torch.ones(0, 6)), "there is no number in them")
+        refused(lambda call=call: call(net(), "x"), "example inputs: a tensor, a tuple or a dict of tensors is wanted")
+
+
+def test_batches_that_can_be_read_only_once_are_refused_where_they_are_read_again():
+    model, x = net(), torch.ones(2, 6)
+    settings = {"score": "taylor", "loss": lambda m, batch: m(batch).sum(), "batches": iter([x])}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    refused(lambda: dh.Plan(model, x, optimizer, dh.Target(macs=0.5), 9, **settings), "can be read only once")
+
+
 def test_compaction_removes_as_much_in_inference_mode():
     def half_dead():
         torch.manual_seed(0)
@@ -246,6 +259,11 @@ def test_other_things_of_the_wrong_kind_are_told():
     refused(lambda: dh.Regularizer(net(), groups=3), "neither a grouping")
     refused(lambda: dh.Regularizer(net()).load_state_dict(3), "is not what a regularizer's state_dict() gives")
     refused(lambda: dh.Regularizer(net()).load_state_dict({"steps": 1}), "state_dict()")
+    constant = {"steps": 1, "strength": {"elements": {"kind": "constant"}}}
+    refused(lambda: dh.Regularizer(net()).load_state_dict(constant), "is not the state of a schedule")
+    refused(
+        lambda: dh.Regularizer(net()).load_state_dict({"steps": "x", "strength": {"elements": None}}), "the steps of"
+    )
     refused(lambda: dh.Regularizer(net()).attach(3), "int is not a PyTorch optimizer")
     refused(lambda: dh.save(3, "a.safetensors"), "is not a model")
     refused(lambda: dh.load("a.safetensors", model=3), "a.safetensors")

@@ -133,6 +133,8 @@ class Cutter:
         self.least = not_negative(least, "least")
         if self.least > 1:
             raise UserError(f"least is {least!r}; it is the share of a layer's channels that stay, at most 1.")
+        if isinstance(batches, Iterator):
+            raise UserError(f"batches: {shown(batches)} can be read only once; give a list or a loader.")
         self.score, self.batches, self.loss = score, batches, loss
         self.by_cost = target.kind == "latency" if by_cost is None else by_cost
         patterns = patterns_of(protect, "protect") or []

@@ -276,7 +276,7 @@ class Regularizer:
         if set(saved) != set(self.schedules):
             raise UserError(f"this state is for groups {sorted(saved)}, the regularizer has {sorted(self.schedules)}.")
         loaded = {kind: strengths.from_state(s) for kind, s in saved.items() if s is not None}
-        self.steps = int(state["steps"])
+        self.steps = int(not_negative(state["steps"], "the steps of a regularizer's state"))
         self.schedules.update(loaded)
         self._rescale()
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from deephoyer.errors import UserError, not_negative, positive_whole, unknown
+from deephoyer.errors import UserError, first_line, not_negative, positive_whole, shown, unknown
 
 Schedule = Callable[[int], float]
 
@@ -136,5 +136,8 @@ def from_state(state: dict[str, Any]) -> Schedule:
     kind = settings.pop("kind", None)
     if kind not in SCHEDULES:
         raise unknown("schedule", kind, SCHEDULES)
-    made: Schedule = SCHEDULES[kind](**settings)
+    try:
+        made: Schedule = SCHEDULES[kind](**settings)
+    except TypeError as why:
+        raise UserError(f"strength: {shown(state)} is not the state of a schedule: {first_line(why)}.") from why
     return made

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from deephoyer.errors import UserError, first_line
-from deephoyer.inference import Examples, call
+from deephoyer.inference import Examples, arguments, call
 from deephoyer.structure import operations, products
 from deephoyer.structure.attention import opened
 from deephoyer.structure.channel_ids import Labels
@@ -48,9 +48,12 @@ class CannotFollow(UserError):
 
 def follow(model: nn.Module, inputs: Examples, exact: bool = True) -> ChannelGraph:
     """The channels of a model in eval mode; the model must be a copy, since its numbers are marked."""
+    arguments(inputs)
+    if (given := tensors_in(inputs)) and not any(t.numel() for t in given):
+        raise UserError("example inputs: there is no number in them, so nothing could be compared; give one example.")
     mark_settings(model)
     follower = Follower(model, exact)
-    for tensor in tensors_in(inputs):
+    for tensor in given:
         if not tensor.is_floating_point() and not tensor.is_complex():
             follower.n.set_discrete(tensor)
     with torch.no_grad(), plain_attention():
