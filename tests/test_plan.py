@@ -316,6 +316,18 @@ def test_a_target_beyond_reach_names_the_layers_that_could_not_give_more():
     assert [(n, b, a) for n, b, a, _ in plan.report.widths if n in ("3", "7")] == [("3", 32, 32), ("7", 48, 48)]
 
 
+def test_frozen_layers_are_named_among_those_that_could_not_be_cut():
+    model = network()
+    model[3].requires_grad_(False)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    plan = Plan(model, X, optimizer, Target(macs=0.05), 2, rounds=1)
+    for epoch in range(2):
+        train(model, optimizer, epoch, count=1)
+        plan.epoch()
+    plan.finish()
+    assert "3 (frozen)" in plan.report.notes[0] and "7 (frozen)" not in plan.report.notes[0]
+
+
 def test_widths_are_left_in_multiples():
     model = network()
     optimizer = adam(model)

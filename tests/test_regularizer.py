@@ -193,6 +193,23 @@ def test_a_group_whose_weights_several_optimizers_hold_is_pulled_by_each(penalty
     assert all(p.grad is None for p in kinds[0])
 
 
+def test_sparse_gradients_of_an_embedding_get_the_penalty_and_sparse_adam_is_refused():
+    model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Flatten(), nn.Linear(8, 3)).double()
+    twin, ids = copy.deepcopy(model), torch.tensor([[1, 2], [3, 3]])
+    twin[0].sparse = False
+    for m in (model, twin):
+        optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
+        dh.Regularizer(m, "l1", parameters="*", strength=0.1).attach(optimizer)
+        m(ids).square().sum().backward()
+        optimizer.step()
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        assert_close(a, b)
+    two = torch.optim.SparseAdam(model[0].parameters()), torch.optim.Adam(model[2].parameters())
+    with pytest.raises(dh.UserError, match=r"0\.weight is regularized, but SparseAdam"):
+        dh.Regularizer(model, parameters="*").attach(*two)
+    dh.Regularizer(model).attach(*two)
+
+
 def test_an_optimizer_given_twice_counts_once():
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

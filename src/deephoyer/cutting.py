@@ -354,7 +354,9 @@ class Cutter:
         held = {one.name: one.reason for one in self.coupled.sets if one.reason}
         free = self.groups[0]
         assert isinstance(free, Free)
-        return held | dict.fromkeys(free.protected, "protected")
+        cut = {unit.name for unit in free.units()}
+        frozen = [one.name for one in self.coupled.sets if one.name not in cut | held.keys() | free.protected]
+        return held | dict.fromkeys(frozen, "frozen") | dict.fromkeys(free.protected, "protected")
 
 
 def _written(coupled: Coupled, one: ChannelSet) -> set[str]:

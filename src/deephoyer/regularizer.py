@@ -185,14 +185,20 @@ class Regularizer:
                     f"attach: {(lost or term.unit.names)[0]} is regularized, but no optimizer given holds it. "
                     "Give every optimizer of this very model (not of a copy), or leave it out with parameters=."
                 )
+            for tensor, name in trained.items():
+                if isinstance(optimizers[holder[tensor]], torch.optim.SparseAdam):
+                    raise UserError(
+                        f"attach: {name} is regularized, but SparseAdam takes no gradient of all its weights. Give it "
+                        "another optimizer, or leave it out with parameters=, in a plan with protect=."
+                    )
             whole = next((i for i, ids in enumerate(owned) if ids.issuperset(trained)), None)
             if whole is not None:
                 own[whole].append(term)
                 continue
             for i in sorted({holder[tensor] for tensor in trained}):
                 parts[i].append(term)
-            for tensor in term.unit.tensors:
-                holder.setdefault(id(tensor), holder[next(iter(trained))])
+            for each in term.unit.tensors:
+                holder.setdefault(id(each), holder[next(iter(trained))])
         return [
             [*self._backends(own[i]), *self._backends(parts[i], frozenset(t for t, h in holder.items() if h == i))]
             for i in range(len(optimizers))

@@ -36,7 +36,9 @@ class Plain:
 
 
 def grad_of(tensor: Tensor) -> Tensor:
-    """The tensor's gradient, made of zeros if there is none yet."""
+    """The tensor's gradient, made of zeros if there is none yet; a sparse one, of an embedding, is made dense."""
     if tensor.grad is None:
         tensor.grad = torch.zeros_like(tensor, dtype=getattr(tensor, "grad_dtype", None))
+    elif tensor.grad.layout != torch.strided:
+        tensor.grad = tensor.grad.to_dense()
     return tensor.grad
