@@ -366,14 +366,14 @@ def test_a_table_gives_mean_spread_and_best_over_seeds_apart_by_protocol(publish
         f"| **ours** | ours, its settings | test-best | 2 | {accuracy:.2f} ± " in text and f"| {mean:,.0f} ± " in text
     )
     assert "| **ours** | ours, its settings | held-out | 1 |" in text and "| 0 of 2 |" in text
-    assert "very settings" not in text and "Group-HS" not in text
+    assert "exact settings" not in text and "Group-HS" not in text
     assert "Not run by us yet" in section(STRUCTURE, records)  # no tag says that it stands there
 
 
 def test_a_tag_puts_a_record_into_a_table_and_its_name_does_not(published):
     records = [r.model_copy(update={"tags": ("best",)}) for r in record.read_all(published)]
     text = section(STRUCTURE, records)
-    assert "| **Group-HS** | ours, best | held-out | 1 |" in text and "very settings yet" in text
+    assert "| **Group-HS** | ours, best | held-out | 1 |" in text and "exact settings yet" in text
 
 
 def test_the_best_keeps_the_accuracy_before_it_is_small(published):

@@ -140,7 +140,7 @@ def _columns(of: PaperTable) -> list[Column[Row]]:
 
 
 def _selection(series: Series) -> str:
-    return f"{series.protocol}; settings picked on test images" if series.picked_on_test else series.protocol
+    return f"{series.protocol}; settings chosen on test images" if series.picked_on_test else series.protocol
 
 
 def _on_mnist(of: PaperTable) -> list[Column[Row]]:
@@ -279,7 +279,7 @@ def _highlight(table: PaperTable, series: list[Series]) -> str | None:
     return f"{least.spread(least.size_of)} at {least.spread(lambda r: 100 * r.measured.accuracy, 2)}{mark}"
 
 
-# One search for all penalties
+# Penalties compared with equal search effort
 
 
 def comparison(records: Iterable[Record]) -> Table[tuple[str, str, list[Series]]]:
@@ -304,4 +304,4 @@ def comparison(records: Iterable[Record]) -> Table[tuple[str, str, list[Series]]
         Column("held-out", by("held-out"), "right"),
         Column("strength", lambda row: getattr(row[2][0].first.settings.regularize, "strength", None), "right"),
     ]
-    return Table("One search for all penalties", columns, found)
+    return Table("Penalties compared with equal search effort", columns, found)

@@ -1,4 +1,4 @@
-"""`docs/results.md`: the paper's tables on one page, made from the records and never by hand."""
+"""`docs/results.md`: the paper's tables on one page, generated from the records."""
 
 from __future__ import annotations
 
@@ -10,25 +10,24 @@ from deephoyer.lab.report.record import Record
 from deephoyer.lab.report.series import Series
 
 MNIST = {
-    "nonzeros": "Nonzero weights, biases not counted; *by layer* are means.",
-    "MACs": "Multiply-accumulates, zero filters and channels of each layer discounted (the paper's counting); *widths* "
-    "are the best seed's.",
+    "nonzeros": "Nonzero weights without biases; *by layer*: means.",
+    "MACs": "Multiply-accumulates without zero filters and channels of each layer (the paper's counting); *widths* of "
+    "the best seed.",
 }
 CIFAR = (
-    "The paper's counting discounts filters and channels that are zero in a layer, whether or not they can be taken "
-    "out; *executed* are those of the network that is left after compaction (of others: as they report it). *Measured "
-    "by us* are networks that their authors made public, counted and shown the test images by us. *Best test epoch* "
-    "stands beside rows of the last epoch, as the runs saw it. *Its start* is the accuracy a run began with. "
-    "*The paper's front there* is straight between its four points and flat past the last; in brackets how far we are "
-    "above it. *Faster* is the dense network's time over the compacted one's, at that "
-    "batch. *Per layer* runs compact with `joints: gather`; all but the dense ones had teachers."
+    "The paper's counting leaves out filters and channels that are zero in a layer, whether or not they can be "
+    "removed; *executed* MACs are those after compaction (others: as they report). *Measured by us*: public networks of the "
+    "authors, evaluated and counted by us. *Best test epoch* is given for rows of the last epoch. *Its start* is the "
+    "accuracy at the beginning of the run. *The paper's front there* interpolates its four points and is constant past "
+    "the last; in brackets our difference to it. *Faster*: time of the dense network ÷ time of the compacted one, at "
+    "that batch size. *Per layer* runs compact with `joints: gather`; all but the dense ones had teachers."
 )
-NOT_RUN = "Not run by us yet: the paper's numbers and those it compares with."
-NO_SETTINGS = " No run of ours has the paper's very settings yet."
+NOT_RUN = "Not run by us yet: the numbers of the paper and of the methods it compares with."
+NO_SETTINGS = " No run of ours has the paper's exact settings yet."
 SEARCH = (
-    "`deephoyer run compare/lenet-5 regularize.penalty=l1 …`: the same epochs, the same number of strengths tried on "
-    "held-out images, the same size asked for, no shifts and no teachers ([how](lessons.md)). *Left* are nonzeros, or "
-    "MACs by the paper's counting."
+    "`deephoyer run compare/lenet-5 regularize.penalty=l1 …`: the same epochs, number of strengths tried on held-out "
+    "images, and target size; no shifts, no teachers ([how](lessons.md)). *Left*: nonzeros, or MACs by the paper's "
+    "counting."
 )
 FIGURES = {
     "front": "Accuracy against size on MNIST, selected on the test images (test-best)",
@@ -36,13 +35,13 @@ FIGURES = {
     "cifar": "Accuracy against MACs on CIFAR-10",
     "histograms-lenet-300-100": "Nonzero weights of LeNet-300-100 at three stages",
     "histograms-lenet-5": "Nonzero weights of LeNet-5 at three stages",
-    "contours": "l1 and Hoyer in two dimensions",
-    "descent": "Hoyer-Square on twenty normal numbers",
+    "contours": "Contours of l1 and Hoyer in two dimensions",
+    "descent": "Hoyer-Square on twenty normal random numbers",
 }
 
 
 def page(records: Sequence[Record], figures: Path) -> str:
-    """The text of the page; figures that are there are shown at its end."""
+    """The text of the page, with the existing figures at its end."""
     count = "One published run" if len(records) == 1 else f"{len(records)} published runs"
     kept = sum(record.weights.file is not None for record in records)
     head = (Path(__file__).parent / "templates" / "results.md").read_text(encoding="utf-8")
@@ -58,7 +57,7 @@ def page(records: Sequence[Record], figures: Path) -> str:
 
 
 def section(table: PaperTable, records: Sequence[Record]) -> str:
-    """A table with its title and what its words mean."""
+    """A table with its title and an explanation."""
     made = table.table(records)
     own = [row for row in made.rows if isinstance(row, Series)]
     if table.floor is None:

@@ -24,7 +24,7 @@ PICKED_ON_TEST = {
     ("lenet-300-100", "Group-HS to a target, decaying rates"),
     ("lenet-300-100", "Group-HS to a target, shifts, teachers"),
 }
-"""Rows, by network, whose strengths and other settings were picked on test images before held-out runs were made."""
+"""Rows, by network, whose strengths and other settings were chosen on test images before the held-out runs."""
 
 
 @dataclass(frozen=True)
