@@ -222,7 +222,7 @@ def test_fetching_what_is_there_already_checks_it(tmp_path, tiny, command):
     planes, labels, _ = tiny
     cifar10.home().mkdir(parents=True)
     as_binary(cifar10.home(), planes, labels)
-    assert command("data", "cifar10")[:2] == (0, f"cifar10 is whole, in {cifar10.home()}\n")
+    assert command("data", "cifar10")[:2] == (0, f"cifar10 is complete, in {cifar10.home()}\n")
     (cifar10.home() / "test_batch.bin").write_bytes(b"x" * forms.RECORD)
     status, _, told = command("data", "cifar10")
     assert status == 2 and "test_batch.bin is damaged" in told and "whole" not in told

@@ -441,7 +441,7 @@ def _search(folder, trials, vary="regularize.strength=1e-4..1e-2:log", silent_af
 
 def test_a_study_of_another_search_is_refused(tmp_path):
     _search(tmp_path / "study", 1)
-    with pytest.raises(dh.UserError, match="holds another search"):
+    with pytest.raises(dh.UserError, match="contains a different search"):
         _search(tmp_path / "study", 1, "regularize.strength=1e-4..1e-1:log")
 
 

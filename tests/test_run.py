@@ -165,7 +165,7 @@ def test_ctrl_c_leaves_a_run_that_goes_on_and_exit_status_130(tmp_path):
     run.send_signal(signal.SIGINT)
     _, said = run.communicate(timeout=60)
     assert run.returncode == 130
-    assert "goes on from the last checkpoint" in said and "Traceback" not in said
+    assert "resume from the last checkpoint" in said and "Traceback" not in said
     assert checkpoint.newest(tmp_path / "run" / "checkpoints") is not None
 
 

@@ -116,7 +116,7 @@ def test_a_killed_rank_ends_all_and_the_run_goes_on_with_one_process_and_then_wi
     os.kill(int((pids / "1").read_text()), signal.SIGKILL)
     _, said = group.communicate(timeout=120)
     assert group.returncode != 0
-    assert "of this run" in said and f"goes on from the last checkpoint in {place}" in said
+    assert "of this run" in said and f"resume from the last checkpoint in {place}" in said
     stage = checkpoint.newest(place / "checkpoints")[1]["stage"]
     assert stage == "pretrain"
 

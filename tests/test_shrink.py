@@ -385,8 +385,8 @@ def test_a_recipe_may_ask_for_a_share_of_the_time(tmp_path):
     for change, told in [
         ("prune={groups: elements, target: {latency: 0.7}}", "say prune.groups=coupled, too"),
         ("prune.target.latency=0.7", "say prune.groups=coupled prune.value=null, too"),
-        ("prune={groups: coupled, target: {macs: 0.7, batch: 8}}", "a batch goes with a latency"),
-        ("prune={groups: coupled, target: {macs: 0.7, mode: eager}}", "a mode goes with a latency"),
+        ("prune={groups: coupled, target: {macs: 0.7, batch: 8}}", "batch is only allowed with latency"),
+        ("prune={groups: coupled, target: {macs: 0.7, mode: eager}}", "mode is only allowed with latency"),
         ("prune={groups: coupled, allow_empty: true, target: {latency: 0.7}}", "leave out parameters and allow_empty"),
     ]:
         with pytest.raises(dh.UserError, match=told):

@@ -351,11 +351,11 @@ def test_evaluate_counts_what_a_stored_network_gets_right(tmp_path, photos, comm
     finish(run)
     right = round(run.state.accuracy["finetuned"] * 24)
     status, said, _ = command("evaluate", tmp_path / "run", "--device", "cpu")
-    assert status == 0 and f"({right} of 24 images right)" in said and "top-5" not in said
+    assert status == 0 and f"({right} of 24 images correct)" in said and "top-5" not in said
     torch.save(run.model.state_dict(), tmp_path / "plain.pt")
     choice = f"data={{name: folder, path: {photos}, size: 28, workers: 0}}"
     assert command("evaluate", tmp_path / "plain.pt", "model=plain", choice, "--device", "cpu")[1].endswith(
-        f"({right} of 24 images right)\n"
+        f"({right} of 24 images correct)\n"
     )
     status, _, said = command("evaluate", tmp_path / "plain.pt", "model=plain")
     assert status == 2 and "does not say what data it is for" in said

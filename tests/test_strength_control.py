@@ -113,7 +113,7 @@ def test_the_strengths_that_were_found_can_be_given_as_a_list(tmp_path):
     ("change", "told"),
     [
         ("regularize.warmup={epochs: 2}", "not both"),
-        ("regularize.strength=0", "can't be corrected"),
+        ("regularize.strength=0", "needs a positive initial strength"),
         ("regularize.effective_density=1", "less than 1"),
         ("regularize.strength=[1e-4, 1e-4]", "2 values for 10 epochs; give one for each"),
         (f"regularize.strength={[1e-4] * 10}", "not both"),

@@ -281,7 +281,7 @@ def test_a_run_may_lose_no_more_accuracy_than_it_is_allowed(tmp_path, select):
     ("change", "told"),
     [
         ("prune={rule: std-ratio, value: 0.1, target: {macs: 0.4}}", "not both"),
-        ("prune={rule: density, target: {macs: 0.4}}", "rule with a value to be found"),
+        ("prune={rule: density, target: {macs: 0.4}}", "rule that a target can use"),
         ("prune={target: {macs: 0.4, drop: 0.1}}", "one of macs"),
         ("prune={target: {}}", "one of macs"),
         ("prune={rule: {name: std-ratio, scope: global}, target: {macs: 0.4}}", "needs a value alone"),

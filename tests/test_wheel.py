@@ -57,4 +57,4 @@ def test_the_installed_command_runs_the_demo_in_an_empty_folder(shipped, tmp_pat
     done = subprocess.run(words, cwd=tmp_path / "empty", env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     (run,) = (tmp_path / "empty" / "runs").iterdir()
-    assert (run / "summary.json").exists() and "works in runs/" in done.stdout
+    assert (run / "summary.json").exists() and "run folder: runs/" in done.stdout

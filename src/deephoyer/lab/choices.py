@@ -31,7 +31,7 @@ def named(choice: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     settings = {"name": choice} if isinstance(choice, str) else dict(choice)
     name = settings.pop("name", None)
     if not isinstance(name, str):
-        raise UserError(f"{shown(choice)} has no name.")
+        raise UserError(f"{shown(choice)} needs a name.")
     return name, settings
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from deephoyer import __version__
@@ -43,32 +44,36 @@ def deephoyer(
 @app.command("list")
 def list_(
     what: Annotated[
-        str, typer.Argument(help="recipes, models, data, penalties, groups, scores, rules, methods or keys")
+        str,
+        typer.Argument(help="recipes, models, data, penalties, groups, scores, rules, methods, comparisons or keys"),
     ] = "recipes",
 ) -> None:
-    """Shows what there is to choose from, with a line each."""
+    """Lists recipes, models, data, penalties and so on, one line each."""
     if what == "recipes":
         for folder, title in FOLDERS.items():
             out.print(_recipes(folder, title))
-        out.print("deephoyer run NAME; deephoyer list models, data, penalties, groups, scores, rules, methods or keys")
+        out.print(
+            "Run one with `deephoyer run NAME`. `deephoyer list` also takes models, data, penalties, groups, scores, "
+            "rules, methods, comparisons and keys."
+        )
         return
     kinds = _kinds()
     if what not in kinds:
-        raise unknown("thing to list", what, ["recipes", *kinds])
+        raise unknown("list", what, ["recipes", *kinds])
     table = Table(title=what, title_justify="left", title_style="bold", show_header=False, box=None, padding=(0, 2))
     for name, line in kinds[what]():
-        table.add_row(name, line)
+        table.add_row(escape(name), escape(line))
     out.print(table)
 
 
 FOLDERS = {
-    "": "to begin with",
-    "paper": "paper/: the paper's settings; its other penalties are overrides",
+    "": "to start with",
+    "paper": "paper/: the paper's settings; use overrides for its other penalties",
     "small": "small/: our smallest networks",
-    "compare": "compare/: where penalties are compared, by one search",
-    "parts": "parts/: networks that others start from or learn from",
+    "compare": "compare/: penalties compared with equal search effort",
+    "parts": "parts/: networks that other recipes start from or learn from",
 }
-"""The folders of recipes, in the order that a person may want them."""
+"""The folders of recipes, in the order in which they are listed."""
 
 
 def _recipes(folder: str, title: str) -> Table:
@@ -87,7 +92,7 @@ def _recipes(folder: str, title: str) -> Table:
 
 
 def _expected(expect: Any) -> str:
-    """What a recipe's records came to, in a few words."""
+    """The results of a recipe's records, in a few words."""
     if not isinstance(expect, dict):
         return str(expect or "")
     parts = [f"{expect['accuracy']:.2%}".replace("%", " %")]
@@ -126,7 +131,7 @@ def run(
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help="e.g. seed=1")] = None,
     folder: Annotated[Path | None, typer.Option("--out", help="the run's folder; runs/NAME by default")] = None,
 ) -> None:
-    """Trains, regularizes, prunes and finetunes; the same command takes up a run that was cut off."""
+    """Trains, regularizes, prunes and finetunes. Run the same command again to resume an interrupted run."""
     from deephoyer.lab import recipe as recipes
     from deephoyer.lab.train.distributed import rank
     from deephoyer.lab.train.progress import Silent, reporter
@@ -138,12 +143,12 @@ def run(
     place = folder or Path("runs") / recipes.folder_name(recipe, changes)
     first = rank() == 0  # of several processes one reports
     if first:
-        out.print(f"works in {place}")
+        out.print(f"run folder: {place}")
     job = Run(chosen, place, reporter(out) if first else Silent(), recipes.Command(recipe, tuple(changes)))
     try:
         job.execute()
     except KeyboardInterrupt:
-        _complain(f"interrupted. The same command goes on from the last checkpoint in {place}.")
+        _complain(f"interrupted. Run the same command again to resume from the last checkpoint in {place}.")
         raise typer.Exit(130) from None
     if not first:
         return
@@ -151,16 +156,16 @@ def run(
     if not is_member():  # a hundred runs of a sweep need no hundred pages; `deephoyer report` makes any of them
         from deephoyer.lab.report import run_page
 
-        out.print(f"to look at: {run_page.write(place)[0]}")
+        out.print(f"report: {run_page.write(place)[0]}")
 
 
 @app.command()
 def cp(
     recipe: Annotated[str, typer.Argument(help="a recipe's name")],
     target: Annotated[Path, typer.Argument(help="the file to write")],
-    force: Annotated[bool, typer.Option("--force", help="write over a file that is there")] = False,
+    force: Annotated[bool, typer.Option("--force", help="overwrite an existing file")] = False,
 ) -> None:
-    """Copies a recipe to a file of your own."""
+    """Copies a recipe to a file that you can edit."""
     from deephoyer.files import write_atomically
     from deephoyer.lab import recipe as recipes
 
@@ -168,7 +173,7 @@ def cp(
     if target.is_dir():
         target = target / f"{Path(recipe).name}.yaml"
     if target.exists() and not force:
-        raise UserError(f"{target} is there already; --force writes over it.")
+        raise UserError(f"{target} exists already; --force overwrites it.")
     write_atomically(target, text.encode())
     out.print(f"wrote {target}; run it with: deephoyer run {target}")
 
@@ -183,22 +188,22 @@ def show(folder: Annotated[Path, typer.Argument(help="the folder of a finished r
 
 
 Stored = Annotated[Path, typer.Argument(help="a run's folder, or a .safetensors file")]
-ModelName = Annotated[str | None, typer.Option("--model", help="which model, for a file that does not say it")]
+ModelName = Annotated[str | None, typer.Option("--model", help="the model, if the file does not name it")]
 
 
 @app.command()
 def compact(
     source: Stored,
     target: Annotated[
-        Path | None, typer.Option("--out", help="the file to write; compact.safetensors beside it")
+        Path | None, typer.Option("--out", help="the file to write; default: compact.safetensors in the same folder")
     ] = None,
     joints: Annotated[
         str | None,
-        typer.Option(help="none, or gather: layers keep their own live channels only; else as its recipe says"),
+        typer.Option(help="none, or gather: each layer keeps only its own live channels; default: as in its recipe"),
     ] = None,
     model: ModelName = None,
 ) -> None:
-    """Takes out of a stored network what is dead in it, compares the outputs, and writes the smaller one."""
+    """Removes the dead channels of a stored network, compares the outputs, and writes the smaller network."""
     from deephoyer.export import provenance, save
     from deephoyer.lab.open_network import file_of, open_network
     from deephoyer.structure import compact as smaller
@@ -213,7 +218,7 @@ def compact(
     size = save(small, place, provenance=origin)
     out.print(measure(small, example, baseline=network).comparison(out.width))
     if joints != "none":
-        out.print("what the joints save, against compaction without them:")
+        out.print("compared with compaction without joints:")
         out.print(measure(small, example, baseline=smaller(network, example)).comparison(out.width))
     report = compact_report(small)
     for layer, (count, why) in report.kept.items():
@@ -227,22 +232,22 @@ def compact(
 def export(
     source: Stored, target: Annotated[Path, typer.Argument(help="the .onnx file to write")], model: ModelName = None
 ) -> None:
-    """Writes a stored network as ONNX, runs that with onnxruntime and compares the outputs."""
+    """Writes a stored network as ONNX, runs it with onnxruntime and compares the outputs."""
     from deephoyer.export import export as to_onnx
     from deephoyer.lab.open_network import open_network
 
     network, example = open_network(source, model)
     difference = to_onnx(network, example, target)
-    out.print(f"wrote {target}; onnxruntime's outputs differ by {difference:.1e} at most")
+    out.print(f"wrote {target}; largest difference of onnxruntime's outputs: {difference:.1e}")
 
 
 @app.command()
 def summary(
     source: Stored,
-    baseline: Annotated[Path | None, typer.Option(help="a network to compare it to")] = None,
+    baseline: Annotated[Path | None, typer.Option(help="a network to compare with")] = None,
     model: ModelName = None,
 ) -> None:
-    """Counts and times a stored network, next to another if one is given."""
+    """Counts and times a stored network, and compares it with another if one is given."""
     from deephoyer.lab.open_network import open_network
     from deephoyer.summary import summary as measure
 
@@ -256,17 +261,17 @@ def summary(
 def evaluate(
     source: Annotated[Path, typer.Argument(help="a run's folder, a .safetensors file, or a torch file of weights")],
     words: Annotated[
-        list[str] | None, typer.Argument(metavar="[data=… model=…]", help="where the file does not say it")
+        list[str] | None, typer.Argument(metavar="[data=… model=…]", help="if the file does not name them")
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
 ) -> None:
-    """Shows a stored network a test set, and counts the images it gets right."""
+    """Measures the accuracy of a stored network on a test set."""
     from deephoyer.lab import recipe as recipes
     from deephoyer.lab.runs.environment import pick_device
     from deephoyer.lab.train.evaluate import evaluate_file
 
     score, data = evaluate_file(source, recipes.choices(words or []), pick_device(device))
-    lines = [f"top-1 {100 * score.accuracy:.2f} % ({score.right:,} of {score.images:,} images right)"]
+    lines = [f"top-1 {100 * score.accuracy:.2f} % ({score.right:,} of {score.images:,} images correct)"]
     if score.top5 is not None:
         lines.append(f"top-5 {100 * score.top5:.2f} % ({score.right5:,})")
     out.print(f"{source} on {data.name}: {', '.join(lines)}")
@@ -289,13 +294,15 @@ for _command in (
 @app.command()
 def data(
     name: Annotated[str, typer.Argument(help="the data set's name")],
-    source: Annotated[str | None, typer.Option("--from", help="a folder or archive you have")] = None,
+    source: Annotated[
+        str | None, typer.Option("--from", help="a local folder or archive to use instead of downloading")
+    ] = None,
 ) -> None:
-    """Fetches a data set, checks it and keeps it; or checks one that comes with the package."""
+    """Downloads a data set and checks it; or checks one that comes with the package."""
     from deephoyer.lab.data import fetch
 
     kept = fetch(name, source, lambda text: out.print(text))
-    out.print(f"{name} is whole" + (f", in {kept}" if kept else ", inside the package"))
+    out.print(f"{name} is complete" + (f", in {kept}" if kept else ", in the package"))
 
 
 def _show(result: dict[str, Any], folder: Path) -> None:

@@ -70,7 +70,7 @@ class Entry(BaseModel):
         if "VALUE" not in self.vary:
             raise UserError(f"vary: {self.vary!r} has no VALUE in it, like regularize.strength=VALUE.")
         if list(self.values) != sorted(set(self.values)) or self.values[0] <= 0:
-            raise UserError(f"values: {list(self.values)} must rise, and be above 0.")
+            raise UserError(f"values: {list(self.values)} must increase and be above 0.")
         return self
 
     @property
@@ -483,7 +483,7 @@ def sign_flips(differences: Sequence[float]) -> float:
     """
     count = len(differences)
     if not 1 <= count <= 20:
-        raise UserError(f"a paired test goes with 1 to 20 seeds, not {count}.")
+        raise UserError(f"a paired test needs 1 to 20 seeds, not {count}.")
     # Accuracies are multiples of one image's share, so that ties are common: rounding must not break them.
     observed = abs(sum(differences)) - 1e-9 * sum(map(abs, differences))
     extreme = 0

@@ -17,26 +17,24 @@ DOCS = Path("docs")
 
 
 def compare(
-    name: Annotated[
-        str, typer.Argument(help="a comparison's name, or a YAML file of your own; `all` for the page alone")
-    ],
+    name: Annotated[str, typer.Argument(help="a comparison's name, or your own YAML file; `all` only writes the page")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help="for every run")] = None,
-    only: Annotated[list[str] | None, typer.Option("--only", help="a method of it; may be repeated")] = None,
+    only: Annotated[list[str] | None, typer.Option("--only", help="run only this method; may be repeated")] = None,
     jobs: Jobs = 0,
     mps: Mps = True,
-    minutes: Annotated[
-        float | None, typer.Option(min=0, help="start no run after that; what is there by then makes the table")
-    ] = None,
-    plan: Annotated[bool, typer.Option("--plan", help="say how many runs and epochs there are, and run none")] = False,
+    minutes: Annotated[float | None, typer.Option(min=0, help="start no run after this time")] = None,
+    plan: Annotated[bool, typer.Option("--plan", help="only print the number of runs and epochs")] = False,
     seconds_an_epoch: Annotated[
-        float, typer.Option(min=0, help="of one network, of all at once their share; for --plan to say how long")
+        float, typer.Option(min=0, help="time per epoch ÷ parallel runs; --plan then estimates the total")
     ] = 0.0,
-    seconds_a_run: Annotated[float, typer.Option(min=0, help="besides its epochs; for --plan, too")] = 0.0,
+    seconds_a_run: Annotated[
+        float, typer.Option(min=0, help="time per run besides its epochs ÷ parallel runs; for --plan")
+    ] = 0.0,
     write: Annotated[
-        bool, typer.Option("--write", help="keep what came out in results/methods, and write docs/methods.md")
+        bool, typer.Option("--write", help="save the results in results/methods and write docs/methods.md")
     ] = False,
 ) -> None:
-    """Compares methods by one protocol: same start, epochs, number of settings, sizes. The same command goes on."""
+    """Compares methods by one protocol: same start, epochs, number of settings, sizes. Run it again to resume."""
     from deephoyer.lab import sweep as sweeps
     from deephoyer.lab.comparison import Comparison
 
@@ -48,8 +46,8 @@ def compare(
     left = sum(epochs for folder, epochs in runs.items() if folder not in done)
     hours = (left * seconds_an_epoch + (len(runs) - len(done)) * seconds_a_run) / 3600
     out.print(
-        f"{len(done):,} of {len(runs):,} runs are done, those of the chosen settings counted in; grids may go on at an "
-        f"end. {left:,} epochs are left{f': {hours:.2f} hours' if hours else ''}."
+        f"{len(done):,} of {len(runs):,} runs are finished (final seeds included; grids may still be extended). "
+        f"{left:,} epochs are left{f': {hours:.2f} hours' if hours else ''}."
     )
     if not plan:
         with told_when_interrupted(), live_table() as shown:
@@ -58,18 +56,19 @@ def compare(
             devices = [found.device] * at_once
             words = [found.protocol.base, *found.overrides]
             sweeps.run_queue(words, found, at_once, devices, show=show, mps=mps, say=say, timed=False)
-    out.print(_table(found))
+    if done or not plan:
+        out.print(_table(found))
     if write:
         from deephoyer.lab.report import methods_page
 
-        whole = Comparison(name, overrides or []) if only else found  # what the other methods came to stays
-        out.print(f"kept in {methods_page.write(whole)}")
+        whole = Comparison(name, overrides or []) if only else found  # keeps the results of the other methods
+        out.print(f"wrote {methods_page.write(whole)}")
         _draw(found.name)
         _write_page()
 
 
 def _table(found: Comparison) -> Table:
-    """What has come out so far: a row for each method and size."""
+    """The results so far: a row for each method and size."""
     from deephoyer.lab.comparison import Job
 
     table = Table(title=found.protocol.about, title_justify="left")

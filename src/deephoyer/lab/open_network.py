@@ -33,7 +33,7 @@ def open_network(path: Path, model: Choice | None = None) -> tuple[nn.Module, Te
     path = file_of(path)
     plain = _is_plain(path)
     if model is None and plain:
-        raise UserError(f"{path} holds plain weights, not one of deephoyer's networks; give the model with --model.")
+        raise UserError(f"{path} has plain weights and does not name its model; give it with --model.")
     chosen = model if model is not None else _own_model(path)
     network = models.of(chosen) if model is not None else built_for(path, chosen)
     if plain:
@@ -54,14 +54,14 @@ def built_for(path: Path, model: Choice) -> nn.Module:
         with models.at_most(max(SMALL, WEIGHTS_A_BYTE * plain_file(path).stat().st_size)):
             return models.of(model)
     except (UserError, OSError) as why:
-        raise UserError(f"{path}: the model that it names is not built: {why}") from None
+        raise UserError(f"{path}: the model it names can't be built: {why}") from None
 
 
 def _check_numbers(value: Any) -> None:
     """Settings are lists and numbers that a network may have: some makers count up to them first."""
     inner = list(value.values()) if isinstance(value, Mapping) else value if isinstance(value, list) else []
     if (isinstance(value, int | float) and not abs(value) <= LARGEST) or len(inner) > 1000:
-        raise UserError(f"{shown(value)} is out of all proportion.")
+        raise UserError(f"{shown(value)} is too large.")
     for part in inner:
         _check_numbers(part)
 

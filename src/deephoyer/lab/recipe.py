@@ -72,9 +72,9 @@ def _path(name: str) -> Path:
         return Path(name)
     if name not in names():
         if name in renamed()["recipes"]:
-            raise UserError(f"recipe {name} has become other words: deephoyer run {renamed()['recipes'][name]}")
+            raise UserError(f"recipe {name} was renamed: deephoyer run {renamed()['recipes'][name]}")
         ours = {n.rpartition("/")[2]: n for n in names()} | {n: n for n in names()}
-        told = unknown("recipe", name, ours, "`deephoyer list` shows all; a file of yours ends in .yaml.")
+        told = unknown("recipe", name, ours, "`deephoyer list` shows all; your own file must end in .yaml.")
         if name in ours:
             told = UserError(f"{name!r} is not a recipe. Did you mean {ours[name]!r}? `deephoyer list` shows all.")
         raise told
@@ -159,9 +159,9 @@ def _parsed(text: str, name: str) -> dict[str, Any]:
     except yaml.YAMLError as why:
         mark = getattr(why, "problem_mark", None)
         where = f"line {mark.line + 1}: " if mark else ""
-        raise UserError(f"recipe {name}: is not YAML: {where}{getattr(why, 'problem', None) or why}") from None
+        raise UserError(f"recipe {name}: not valid YAML: {where}{getattr(why, 'problem', None) or why}") from None
     if not isinstance(content, dict):
-        raise UserError(f"recipe {name}: holds no keys; a recipe has model, data and at least one stage.")
+        raise UserError(f"recipe {name}: has no keys; a recipe needs model, data and at least one stage.")
     return content
 
 
@@ -219,7 +219,7 @@ def _set(content: dict[str, Any], override: str) -> None:
     try:
         parsed = bounded_yaml.load(value)
     except yaml.YAMLError:
-        raise UserError(f"{shown(override)}: the value is not YAML.") from None
+        raise UserError(f"{shown(override)}: the value is not valid YAML.") from None
     *path, last = key.split(".")
     for step in path:
         if isinstance(content.get(step), str) and step in NAMED:
@@ -238,7 +238,7 @@ def _set(content: dict[str, Any], override: str) -> None:
 def _unknown_key(key: str) -> str:
     """What is said of a key that no recipe has, and which one may have been meant, wherever it is nested."""
     if key in renamed()["keys"]:
-        return f"{key!r} is not a key of recipes any more: write {renamed()['keys'][key]}."
+        return f"{key!r} is no longer a recipe key: use {renamed()['keys'][key]}."
     outer, _, last = key.rpartition(".")
     places: dict[str, list[str]] = {}
     for one, *_ in keys():

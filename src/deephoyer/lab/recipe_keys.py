@@ -1,4 +1,4 @@
-"""Every key that may stand in a recipe, from the schema itself: for the docs and for `deephoyer list keys`."""
+"""All keys of a recipe, from the schema itself: for the docs and for `deephoyer list keys`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from deephoyer.lab.schema import Recipe
 
 
 def keys(part: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
-    """Each key with its dots, what it may be, its default, and what it says; parts of parts included.
+    """The dotted name of each key with its type, default and description; nested parts included.
 
     >>> {key: default for key, _, default, _ in keys()}["regularize.penalty"]
     'hoyer-square'
@@ -31,16 +31,16 @@ def reference() -> str:
     lines = [
         "# Recipe keys",
         "",
-        "Everything that may stand in a recipe. On the command line a key is changed by its dotted name: "
-        "`deephoyer run demo regularize.strength=3e-4`. A stage that is not there is not run. `extends: other/recipe` "
-        "begins with another recipe; `null` takes a key of it away.",
+        "All keys of a recipe. On the command line, override a key by its dotted name: "
+        "`deephoyer run demo regularize.strength=3e-4`. A stage that is missing is skipped. `extends: other/recipe` "
+        "starts from another recipe; `null` removes one of its keys.",
     ]
     parts: dict[str, list[str]] = {}
     for key, kind, default, words in keys():
         cells = (f"`{key}`", kind, f"`{default}`" if default != "required" else default, words)
         row = "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
         parts.setdefault(key.rpartition(".")[0], []).append(row)
-    head = ["", "| key | what it may be | default | what it says |", "|---|---|---|---|"]
+    head = ["", "| key | type | default | description |", "|---|---|---|---|"]
     for part, rows in parts.items():
         lines += ["", f"## {part or 'The whole recipe'}", *head, *rows]
     return "\n".join(lines) + "\n"

@@ -48,7 +48,7 @@ def ordered(words: str) -> str:
     try:
         base, *overrides = shlex.split(words)
     except ValueError as why:
-        raise UserError(f"{words!r} are not the words of a run, like 'parts/lenet-5-teacher seed=1': {why}.") from None
+        raise UserError(f"{words!r} does not name a run, like 'parts/lenet-5-teacher seed=1': {why}.") from None
     return shlex.join([base, *sorted(overrides)])
 
 
@@ -56,105 +56,105 @@ Words = Annotated[str, AfterValidator(ordered)]
 
 
 class Teacher(Part):
-    """A teacher whose file does not say which model it is of."""
+    """A teacher whose file does not name its model."""
 
     file: str
     """The file with its weights."""
     model: ModelChoice
-    """The model that it is of."""
+    """Its model."""
 
 
 class Distill(Part):
-    """Learning from the mean prediction of trained networks besides the labels, while regularizing and finetuning.
+    """Distillation from the mean prediction of trained networks, while regularizing and finetuning.
 
-    Each teacher is the words of a run ("parts/lenet-5-teacher seed=1") or a file. With `keep` each is asked once, about
-    every image in every position, in the recipe's precision; the answers stay on disk for later runs. That is as many
-    passes over the images as there are positions.
+    Each teacher is a run ("parts/lenet-5-teacher seed=1") or a file. With `keep` its predictions for every image in
+    every shifted position are computed once, in the recipe's precision, and cached on disk for later runs. That takes
+    as many passes over the images as there are positions.
     """
 
     teachers: tuple[Words | Teacher, ...] = Field(min_length=1)
-    """Each the words of a run ("parts/lenet-5-teacher seed=1") or a file."""
+    """Each is a run ("parts/lenet-5-teacher seed=1") or a file."""
     temperature: float = Field(default=3.0, gt=0, allow_inf_nan=False)
-    """Softens the predictions of both sides."""
+    """Softens the predictions of teachers and student."""
     weight: float = Field(default=0.7, ge=0, le=1)
-    """The teachers' share of the loss; the labels have the rest."""
+    """The weight of the teachers in the loss; the labels have the rest."""
     keep: bool = False
-    """Ask each teacher once about every image in every position, and keep the answers on disk for other runs."""
+    """Compute each teacher's predictions for every shifted image once, and cache them on disk for other runs."""
 
 
 class Expect(Part):
-    """What the records of the recipe, as it is, came to: the mean over their seeds."""
+    """The results of the recipe's records: means over their seeds."""
 
     accuracy: float = Field(gt=0, le=1)
-    """On the test images."""
+    """Test accuracy."""
     nonzeros: int | None = None
     """Weights left."""
     macs: int | None = None
     """MACs left, by the paper's counting."""
     minutes: float | None = None
-    """How long a run took."""
+    """The duration of a run."""
     device: str | None = None
-    """On what."""
+    """The device of that run."""
 
 
 class Recipe(Part):
-    """The whole job: a model, its data, the stages; `rounds` repeats regularize and prune before finetuning.
+    """A complete run: a model, its data, the stages; `rounds` repeats regularize and prune before finetuning.
 
-    A stage that is not there is not run.
+    A stage that is missing is skipped.
     """
 
     about: str | None = None
-    """What the recipe is about, in a sentence."""
+    """A description of the recipe, in a sentence."""
     needs: str | None = None
-    """What must be there first: data, other networks, a GPU."""
+    """Requirements: data, other networks, a GPU."""
     expect: Expect | Literal["not yet run"] | None = None
-    """What the records of this recipe came to."""
+    """The results of this recipe's records."""
     model: ModelChoice
     """The network, by name or with settings (`deephoyer list models`)."""
     data: DataChoice
     """The data set, by name or with settings (`deephoyer list data`)."""
     start: Words | None = None
-    """The network that the run begins with, as the words of another run or a file; without it, a new one."""
+    """The network to start from: another run or a file; default: a new one."""
     seed: int = Field(default=0, ge=0)
-    """Of everything that is random in the run."""
+    """The seed of all random numbers in the run."""
     batch_size: int = Field(default=100, ge=1)
-    """Images in a step."""
+    """Images per step."""
     device: str = "auto"
-    """`auto` is a GPU where there is one."""
+    """`auto` uses a GPU if there is one."""
     epoch_selection: Literal["held-out", "test-best", "last"] = "held-out"
-    """Which epoch of a stage is kept: the best on images held out of training or on the test images, or the last."""
+    """Which epoch of a stage is kept: the best on held-out training images, the best on test images, or the last."""
     held_out: float = Field(default=0.1, gt=0, lt=1)
-    """The share of the training images that is held out where epochs are selected on it."""
+    """The fraction of training images held out to select epochs."""
     shift: int = Field(default=0, ge=0, le=16)
-    """Random shifts of training images by up to so many pixels."""
+    """Random shifts of training images, up to this many pixels."""
     flip: bool = False
-    """Random mirror images."""
+    """Random horizontal flips of training images."""
     capture: Literal["auto", "off"] = "auto"
-    """Whole training steps as CUDA graphs where that is possible."""
+    """Captures whole training steps as CUDA graphs where possible."""
     precision: Literal["float32", "tf32", "bfloat16"] = "float32"
-    """In what training computes."""
+    """The precision of training."""
     channels_last: bool = False
     """The memory format of images and convolutions."""
     accumulate: int = Field(default=1, ge=1)
-    """The parts of a batch whose gradients are computed one after the other, for one step."""
+    """The number of parts of a batch whose gradients are computed in turn, for one step."""
     compile: Literal["off", "blocks"] = "off"
-    """Compile the blocks that a network repeats, for training steps."""
+    """Compiles the repeated blocks of a network for training steps."""
     joints: Literal["none", "gather"] = "none"
-    """What `compact` may add to leave out channels that are dead in one layer alone."""
+    """`gather` lets `compact` remove channels that are dead in only one layer, with index selections around it."""
     distill: Distill | None = None
-    """Learning from trained networks besides the labels."""
+    """Distillation from trained networks."""
     rounds: int = Field(default=1, ge=1)
     """How often regularize and prune are repeated before finetuning."""
     method: MethodChoice = None
-    """A method that takes part in the stages, besides the penalty; a strength of 0 is no penalty."""
+    """A method that acts in the stages, in addition to the penalty (a strength of 0 is no penalty)."""
     pretrain: Training | None = None
     """Ordinary training of the dense network."""
     regularize: Regularize | None = None
     """Training with a penalty."""
     prune: Prune | None = None
-    """What is small becomes zero."""
+    """Sets the least important groups to zero."""
     finetune: Training | None = None
-    """Training on, with the zeros fixed."""
+    """Training with the zeros fixed."""
 
     @field_validator("capture", "compile", mode="before")
     @classmethod
@@ -172,14 +172,14 @@ class Recipe(Part):
     @model_validator(mode="after")
     def _something_to_do(self) -> Recipe:
         if not any(getattr(self, stage) for stage in STAGES):
-            raise UserError(f"there is no stage; a run has at least one of {', '.join(STAGES)}.")
+            raise UserError(f"there is no stage; a recipe needs at least one of {', '.join(STAGES)}.")
         if self.rounds > 1 and not (self.regularize and self.prune):
-            raise UserError("rounds repeats regularize and prune; both must be there (or rounds=1).")
+            raise UserError("rounds repeats regularize and prune; the recipe needs both (or rounds=1).")
         if self.distill and not (self.regularize or self.finetune):
-            raise UserError("distill teaches while regularizing and finetuning; neither is there.")
+            raise UserError("distill applies to regularize and finetune; the recipe has neither.")
         target = self.prune.target if self.prune else None
         if self.joints != "none" and target is not None and target.latency is not None:
-            raise UserError("a latency is that of a network without joints, which cost time; leave out joints.")
+            raise UserError("a latency target can't be combined with joints, which cost time; remove joints.")
         return self
 
     def stages(self) -> tuple[str, ...]:

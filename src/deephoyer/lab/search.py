@@ -75,7 +75,7 @@ class Axis:
         log = found[3] is not None
         if not low < high or (log and low <= 0):
             raise UserError(
-                f"--vary {text!r}: a range goes from a smaller to a larger number, above 0 where it is :log."
+                f"--vary {text!r}: a range goes from a smaller to a larger number; both must be above 0 for :log."
             )
         whole = all(re.fullmatch(r"[-+]?\d+", end) for end in (found[1], found[2]))
         return cls(key, low, high, log, whole)
@@ -115,7 +115,7 @@ def goals(maximize: Sequence[str], minimize: Sequence[str]) -> list[SearchGoal]:
         if goal.measure not in MEASURES:
             raise unknown("measure", goal.measure, MEASURES)
     if not made or len({goal.measure for goal in made}) < len(made):
-        raise UserError("say once what to look for, like --maximize accuracy --minimize macs.")
+        raise UserError("give each objective once, like --maximize accuracy --minimize macs.")
     return made
 
 
@@ -181,8 +181,8 @@ class Search(Queue):
         elif found != says:
             other = next(key for key in says if found.get(key) != says[key])
             raise UserError(
-                f"{self.folder}: holds another search: its {other} is {found.get(other)}, now {says[other]}. "
-                "Give another folder with --out."
+                f"{self.folder}: contains a different search: its {other} is {found.get(other)}, now {says[other]}. "
+                "Choose another folder with --out."
             )
         return study
 

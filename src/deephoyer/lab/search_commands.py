@@ -18,19 +18,21 @@ errors = Console(stderr=True, soft_wrap=True, highlight=False)
 
 RecipeName = Annotated[str, typer.Argument(help="a recipe's name, or a YAML file of your own")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help="for every run")]
-Jobs = Annotated[int, typer.Option("--jobs", min=0, help="runs at once; 0 chooses")]
-Mps = Annotated[bool, typer.Option("--mps/--no-mps", help="share a GPU through NVIDIA's MPS where it is")]
+Jobs = Annotated[int, typer.Option("--jobs", min=0, help="parallel runs; 0: automatic")]
+Mps = Annotated[bool, typer.Option("--mps/--no-mps", help="share a GPU with NVIDIA's MPS if available")]
 
 
 def sweep(
     recipe: RecipeName,
     overrides: Overrides = None,
-    grid: Annotated[list[str] | None, typer.Option("--grid", help="key=value,value,… ; several multiply")] = None,
+    grid: Annotated[
+        list[str] | None, typer.Option("--grid", help="key=value,value,…; repeat for a product of grids")
+    ] = None,
     jobs: Jobs = 0,
     mps: Mps = True,
-    folder: Annotated[Path, typer.Option("--out", help="where the runs' folders go")] = Path("runs"),
+    folder: Annotated[Path, typer.Option("--out", help="the folder for all run folders")] = Path("runs"),
 ) -> None:
-    """Runs a recipe once for every combination of a grid, several at once; what is done is not done again."""
+    """Runs a recipe for every combination of a grid, several runs in parallel. Run it again to resume."""
     from deephoyer.lab import sweep as sweeps
 
     changes = overrides or []
@@ -50,7 +52,7 @@ def search(
     vary: Annotated[
         list[str] | None, typer.Option("--vary", help="key=low..high, key=low..high:log or key=value,value,…")
     ] = None,
-    trials: Annotated[int, typer.Option("--trials", min=1, help="how many settings to try, by all workers")] = 20,
+    trials: Annotated[int, typer.Option("--trials", min=1, help="number of settings to try, over all workers")] = 20,
     maximize: Annotated[list[str] | None, typer.Option("--maximize", help="accuracy")] = None,
     minimize: Annotated[
         list[str] | None, typer.Option("--minimize", help="nonzeros, macs, parameters or seconds")
@@ -58,17 +60,20 @@ def search(
     jobs: Jobs = 0,
     mps: Mps = True,
     folder: Annotated[
-        Path | None, typer.Option("--out", help="the study's folder; on a shared disk several machines work in it")
+        Path | None, typer.Option("--out", help="the study's folder; several machines can share it on a shared disk")
     ] = None,
     storage: Annotated[
-        str | None, typer.Option("--storage", help="an Optuna storage's address instead of a file there")
+        str | None, typer.Option("--storage", help="URL of an Optuna storage, instead of a file in the study's folder")
     ] = None,
-    seed: Annotated[int, typer.Option("--search-seed", min=0, help="of the sampler")] = 0,
+    seed: Annotated[int, typer.Option("--search-seed", min=0, help="seed of the sampler")] = 0,
     silent_after: Annotated[
-        float, typer.Option("--silent-after", min=1, help="seconds until another worker's trial is taken up")
+        float,
+        typer.Option(
+            "--silent-after", min=1, help="seconds of silence after which a worker's trial is resumed by another"
+        ),
     ] = 120.0,
 ) -> None:
-    """Looks for good settings, learning from what came out; the same command goes on, or joins as another worker."""
+    """Searches for good settings with Optuna. Run the same command again to resume, or to join as another worker."""
     from deephoyer.lab import search as searches
     from deephoyer.lab import sweep as sweeps
     from deephoyer.lab.recipe import folder_name
@@ -78,7 +83,7 @@ def search(
     aims = searches.goals(maximize or [], minimize or [])
     place = folder or Path("runs") / f"search-{folder_name(recipe, changes)}"
     study = searches.Search(recipe, changes, axes, aims, trials, place, storage, seed, silent_after)
-    out.print(f"in {place}: {study.done()} of {trials} trials are done")
+    out.print(f"study {place}: {study.done()} of {trials} trials finished")
     with told_when_interrupted(), live_table() as live:
         at_once = jobs or sweeps.default_jobs()
         device = study.device()
@@ -88,8 +93,8 @@ def search(
 
 
 def _show(study: Any, place: Path) -> None:
-    """The front on top, the other trials below; a figure where there are two goals."""
-    table = Table(title=f"{study.done()} trials; ● none is better in everything", title_justify="left")
+    """The Pareto front first, then the other trials; a figure if there are two objectives."""
+    table = Table(title=f"{study.done()} trials; ● Pareto-optimal", title_justify="left")
     table.add_column("")
     for aim in study.aims:
         table.add_column(str(aim), justify="right")
@@ -105,7 +110,7 @@ def _show(study: Any, place: Path) -> None:
         from deephoyer.lab.report.figures.trials import trials
 
         drawn = save(trials([str(aim) for aim in study.aims], [(v, best) for _, v, best in rows]), place, "front")
-        out.print(f"drawn in {drawn[0]}")
+        out.print(f"figure: {drawn[0]}")
 
 
 @contextmanager
@@ -125,7 +130,7 @@ def told_when_interrupted() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        say("interrupted. The same command goes on from the last checkpoints.")
+        say("interrupted. Run the same command again to resume from the last checkpoints.")
         raise typer.Exit(130) from None
 
 

@@ -27,35 +27,35 @@ class Training(Part):
     """A stage of ordinary training."""
 
     epochs: int = Field(ge=0)
-    """How long the stage lasts."""
+    """The length of the stage, in epochs."""
     optimizer: Literal["adam", "adamw", "sgd"] = "adam"
-    """What takes the steps."""
+    """The optimizer."""
     lr: float = Field(default=1e-3, gt=0, allow_inf_nan=False)
-    """The learning rate that the schedule begins with."""
+    """The learning rate at the start of the schedule."""
     lr_warmup: int = Field(default=0, ge=0)
-    """The epochs in which the rate rises to where its schedule has it."""
+    """The number of epochs over which the learning rate rises from 0 to its schedule."""
     schedule: Literal["constant", "step", "cosine"] = "constant"
-    """How the rate goes on: it stays, falls at milestones, or falls to 0 along a cosine."""
+    """The learning rate stays constant, is multiplied by `gamma` at milestones, or decays to 0 on a cosine."""
     milestones: tuple[int, ...] = ()
-    """The epochs at which a rate with steps falls."""
+    """The epochs at which the `step` schedule lowers the learning rate."""
     gamma: float = Field(default=0.1, gt=0, le=1)
-    """What the rate is multiplied by at each milestone."""
+    """The factor of the learning rate at each milestone."""
     momentum: float = Field(default=0.9, ge=0, lt=1)
-    """Of sgd."""
+    """Momentum of sgd."""
     nesterov: bool = False
-    """Of sgd: Nesterov's momentum."""
+    """Nesterov momentum for sgd."""
     weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """Ordinary weight decay; decoupled for adamw."""
+    """Weight decay; decoupled for adamw."""
 
     @model_validator(mode="after")
     def _the_rate_goes_somewhere(self) -> Training:
         if (self.schedule == "step") != bool(self.milestones):
-            raise UserError("schedule 'step' needs milestones, a list of epochs, and only that one takes them.")
+            raise UserError("milestones, a list of epochs, are required with schedule 'step' and only allowed there.")
         if list(self.milestones) != sorted(set(self.milestones)) or any(m < 1 for m in self.milestones):
-            raise UserError(f"milestones {list(self.milestones)} must rise and start at 1 or later.")
+            raise UserError(f"milestones {list(self.milestones)} must increase and start at 1 or later.")
         if self.lr_warmup > self.epochs:
             raise UserError(
-                f"lr_warmup is {self.lr_warmup} epochs, but the stage has {self.epochs}; lr would not be reached."
+                f"lr_warmup is {self.lr_warmup} epochs, but the stage has {self.epochs}; lr would never be reached."
             )
         return self
 
@@ -64,9 +64,9 @@ class Warmup(Part):
     """The strength rises from 0 over the first epochs."""
 
     kind: Literal["linear", "cosine"] = "linear"
-    """The shape in which the strength rises."""
+    """The shape of the rise."""
     epochs: int = Field(ge=1)
-    """How many epochs it takes."""
+    """The number of epochs of the rise."""
 
 
 Strength = float | dict[str, float] | tuple[float, ...]
@@ -85,17 +85,17 @@ class Regularize(Training):
     penalty: PenaltyChoice = "hoyer-square"
     """The penalty on the magnitudes of groups, by name or with settings (`deephoyer list penalties`)."""
     groups: GroupsChoice = "elements"
-    """How weights are cut into groups (`deephoyer list groups`); several are joined by a plus."""
+    """How weights are grouped (`deephoyer list groups`); join several with a plus."""
     strength: Strength
-    """What the penalty is multiplied by: a number, one for each kind of group, or a list with one for each epoch."""
+    """The factor of the penalty: a number, one for each kind of group, or a list with one for each epoch."""
     effective_density: float | None = Field(default=None, gt=0, lt=1)
-    """The effective density to end at; the strength is then a first guess, and corrected after every epoch."""
+    """The effective density to reach; the strength is then only an initial value, corrected after every epoch."""
     weigh: Literal["alike", "size"] = "alike"
-    """`size` presses a weight in a large group as hard as one in a small group."""
+    """`size` penalizes a weight in a large group as much as one in a small group."""
     warmup: Warmup | None = None
-    """A rise of the strength over the first epochs."""
+    """Raises the strength from 0 over the first epochs."""
     parameters: str | tuple[str, ...] | None = None
-    """Globs of the parameters that are meant; without them, the weights of all layers."""
+    """Globs that select parameters; default: the weights of all layers."""
 
     @field_validator("strength")
     @classmethod
@@ -108,24 +108,25 @@ class Regularize(Training):
     def _strength_fits(self) -> Regularize:
         kinds = [named(choice)[0] for choice in several(self.groups)]
         if isinstance(self.strength, dict) and set(self.strength) != set(kinds):
-            raise UserError(f"strength has {sorted(self.strength)}, the groups are {sorted(kinds)}.")
+            raise UserError(f"strength has keys {sorted(self.strength)}, but the groups are {sorted(kinds)}.")
         if isinstance(self.strength, tuple):
             if len(self.strength) != self.epochs:
                 raise UserError(
                     f"strength lists {len(self.strength)} values for {self.epochs} epochs; give one for each."
                 )
             if self.warmup is not None:
-                raise UserError("a list of strengths says it all; leave out the warmup (regularize.warmup=null).")
+                raise UserError(
+                    "a list of strengths can't be combined with a warmup; remove it (regularize.warmup=null)."
+                )
         if self.effective_density is not None:
             if self.warmup is not None:
-                raise UserError("give a warmup or an effective_density to end at, not both (regularize.warmup=null).")
+                raise UserError("give a warmup or an effective_density, not both (regularize.warmup=null).")
             if isinstance(self.strength, tuple):
                 raise UserError(
-                    "give a list of strengths or an effective_density to end at, not both "
-                    "(regularize.effective_density=null)."
+                    "give a list of strengths or an effective_density, not both (regularize.effective_density=null)."
                 )
             if not all(_numbers(self.strength)):
-                raise UserError("a strength of 0 can't be corrected; give a small one, like 1e-5.")
+                raise UserError("effective_density needs a positive initial strength, like 1e-5.")
         return self
 
     @property
@@ -149,26 +150,26 @@ class Regularize(Training):
 
 
 class PruneTarget(Part):
-    """How small, or how good, instead of a value: one of these, as a share."""
+    """A size, time or accuracy to reach, instead of a value: one of these, as a fraction."""
 
     macs: float | None = Field(default=None, gt=0, le=1)
-    """The share of the MACs that is left after compaction."""
+    """The fraction of MACs left after compaction."""
     density: float | None = Field(default=None, gt=0, le=1)
-    """The share of the weights that is left."""
+    """The fraction of weights left."""
     live: float | None = Field(default=None, gt=0, le=1)
-    """As density, once the weights are gone that carry nothing of the input to an output."""
+    """As density, after removing idle weights, which cannot affect the output."""
     accuracy: float | None = Field(default=None, ge=0, le=1)
-    """The accuracy, on the images that select epochs, that pruning must leave."""
+    """The minimum accuracy after pruning, on the images that select epochs."""
     drop: float | None = Field(default=None, ge=0, le=1)
-    """The accuracy that pruning may cost."""
+    """The maximum loss of accuracy by pruning."""
     latency: float | None = Field(default=None, gt=0, le=1)
-    """The share of the network's own time on this machine; for coupled groups."""
+    """The fraction of the network's time on this machine; for coupled groups."""
     batch: int | None = Field(default=None, ge=1)
-    """Images that are timed at once where the target is a latency; without it, one."""
+    """The batch size for timing, with a latency target; one if not given."""
     mode: Literal["eager", "cuda-graph", "compiled"] | None = None
-    """How the network is run when it is timed; without it, eager."""
+    """How the network is run for timing; eager if not given."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """The precision in which it is timed; without it, that of its weights."""
+    """The precision for timing; that of the weights if not given."""
 
     @model_validator(mode="after")
     def _one_of_them(self) -> PruneTarget:
@@ -176,7 +177,7 @@ class PruneTarget(Part):
         if len(self.model_dump(exclude_none=True, exclude=about_time)) != 1:
             raise UserError("a target is one of macs, density, live, accuracy, drop and latency, like {macs: 0.4}.")
         if self.latency is None and (given := self.model_dump(exclude_none=True, include=about_time)):
-            raise UserError(f"a {min(given)} goes with a latency, like {{latency: 0.5, batch: 64}}.")
+            raise UserError(f"{min(given)} is only allowed with latency, like {{latency: 0.5, batch: 64}}.")
         return self
 
 
@@ -184,39 +185,39 @@ class Prune(Part):
     """A rule, by name or with settings, and its value, or a target that the value meets."""
 
     rule: RuleChoice = "std-ratio"
-    """Which groups go, by name or with settings (`deephoyer list rules`)."""
+    """The rule that decides which groups are pruned, by name or with settings (`deephoyer list rules`)."""
     value: float | None = None
     """The rule's own setting `value`, for rules that have one; short for `rule: {name: …, value: …}`."""
     target: PruneTarget | None = None
-    """How small, or how good, instead of a value."""
+    """A size, time or accuracy to reach, instead of a value."""
     score: ScoreChoice = None
-    """What groups are worth; without it what the method says, or the magnitude of their weights."""
+    """The importance of groups (`deephoyer list scores`); default: the method's own score, or the magnitude."""
     groups: GroupsChoice = "elements"
-    """The groups that go or stay as wholes."""
+    """The groups that are kept or pruned as a whole (`deephoyer list groups`)."""
     parameters: str | tuple[str, ...] | None = None
-    """Globs of the parameters that are meant; without them, the weights of all layers."""
+    """Globs that select parameters; default: the weights of all layers."""
     allow_empty: bool = False
-    """Whether a layer may lose everything."""
+    """Whether a layer may lose all its weights."""
     multiple: int = Field(default=1, ge=1)
-    """Widths are kept at multiples of this number."""
+    """Prune widths to multiples of this number."""
 
     @model_validator(mode="after")
     def _makes_a_rule(self) -> Prune:
         if self.multiple > 1 and len(several(self.groups)) > 1:
-            raise UserError(f"multiple goes with one kind of group, not {self.groups}; coupled has both sides in one.")
+            raise UserError(f"multiple needs a single kind of group, like coupled, not {self.groups}.")
         settings = named(self.rule)[1]
         if self.target is not None and self.target.latency is not None:
             if self.groups != "coupled":
                 value = "" if self.value is None else " prune.value=null"
-                raise UserError(f"a latency takes whole channels away: say prune.groups=coupled{value}, too.")
+                raise UserError(f"a latency target removes whole channels: also set prune.groups=coupled{value}.")
             if self.parameters is not None or self.allow_empty:
-                raise UserError("a latency is of all layers: leave out parameters and allow_empty.")
+                raise UserError("a latency target applies to all layers: remove parameters and allow_empty.")
         if self.target is None:
             self.make()
         elif self.value is not None or "value" in settings:
-            raise UserError("give a value, or a target that finds one, not both (prune.value=null).")
+            raise UserError("give a value or a target, not both (prune.value=null).")
         elif settings:
-            raise UserError(f"a target goes with a rule that needs a value alone, not {self.rule}.")
+            raise UserError(f"a target needs a rule without settings, not {self.rule}.")
         else:
             self.rule_of_target()
         return self
@@ -227,7 +228,7 @@ class Prune(Part):
 
         known = {kind.title: kind for kind in (StdRatio, Absolute, Effective)}
         if self.rule not in known:
-            raise unknown("rule with a value to be found", self.rule, known)
+            raise unknown("rule that a target can use", self.rule, known)
         return known[str(self.rule)]
 
     def make(self) -> Rule:
@@ -236,5 +237,7 @@ class Prune(Part):
 
         settings = named(self.rule)[1]
         if self.value is not None and "value" in settings:
-            raise UserError(f"the rule has a value of its own, {settings['value']}; leave out prune.value or that.")
+            raise UserError(
+                f"the value is given twice, in prune.value and in the rule ({settings['value']}); remove one."
+            )
         return RULES.make(self.rule, **({} if self.value is None else {"value": self.value}))

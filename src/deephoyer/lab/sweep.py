@@ -36,7 +36,7 @@ def members(recipe: str, overrides: Sequence[str], grid: Iterable[str], folder: 
         recipes.read(recipe, every)
         made.append(Member(list(chosen), folder / recipes.folder_name(recipe, every)))
     if len({m.folder for m in made}) < len(made):
-        raise UserError("--grid: a value stands twice.")
+        raise UserError("--grid: a value is given twice.")
     return made
 
 

@@ -8,7 +8,7 @@ from deephoyer.errors import UserError, one_of, positive_whole
 
 
 def resnet50(classes: int = 1000, stride: str = "conv2") -> nn.Module:
-    """torchvision's ResNet-50 : 25.5M weights
+    """torchvision's ResNet-50: 25.5M weights
 
     `stride` says which convolution of a stage's first block halves the image: torchvision's 3 × 3
     `conv2`, or `conv1` as in the first publication ("v1").

@@ -22,8 +22,8 @@ ResultsFolder = Annotated[Path, typer.Option("--results", help="the folder of re
 def publish(
     runs: Annotated[list[Path], typer.Argument(help="folders of finished runs")],
     row: Annotated[str | None, typer.Option("--as", help="the title of its row in the tables")] = None,
-    tag: Annotated[list[str] | None, typer.Option("--tag", help="what it is for: best, ablation, front, …")] = None,
-    note: Annotated[list[str] | None, typer.Option("--note", help="a sentence that stands in the record")] = None,
+    tag: Annotated[list[str] | None, typer.Option("--tag", help="its purpose: best, ablation, front, …")] = None,
+    note: Annotated[list[str] | None, typer.Option("--note", help="a sentence to store in the record")] = None,
     weights: Annotated[bool, typer.Option("--weights/--no-weights", help="whether to keep the network's file")] = True,
     results: ResultsFolder = RESULTS,
 ) -> None:
@@ -37,7 +37,7 @@ def publish(
 
 
 def verify(
-    paths: Annotated[list[Path] | None, typer.Argument(help="records, or folders of them; results by default")] = None,
+    paths: Annotated[list[Path] | None, typer.Argument(help="records or folders of records; default: results")] = None,
 ) -> None:
     """Loads published networks, evaluates them on the real test set, counts again, and compares with their records."""
     from deephoyer.lab.report.verify import verify as outcomes
@@ -50,21 +50,21 @@ def verify(
             typer.echo(f"       {difference}")
     failed, without = seen.count("FAILED"), seen.count("weights not kept")
     held = f"{seen.count('ok')} of {len(seen) - without} records verified"
-    typer.echo(f"{held}: counts alike, accuracy within 2 images of 10,000")
+    typer.echo(f"{held}: equal counts, accuracy within 2 of 10,000 images")
     if without:
-        typer.echo(f"weights not kept of {without} more: their own numbers go together, nothing was measured")
+        typer.echo(f"{without} more without weights: their numbers are consistent, nothing was measured")
     if failed:
         raise typer.Exit(1)
 
 
 def table(
-    name: Annotated[str | None, typer.Argument(help="lenet-300-100-elements, …; all where none is named")] = None,
-    write: Annotated[bool, typer.Option("--write", help="writes results.md into the docs and index.csv")] = False,
-    as_csv: Annotated[bool, typer.Option("--csv", help="as CSV; without a name, the index of all records")] = False,
+    name: Annotated[str | None, typer.Argument(help="lenet-300-100-elements, …; default: all")] = None,
+    write: Annotated[bool, typer.Option("--write", help="write docs/results.md and results/index.csv")] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="print CSV; without a name, the index of all records")] = False,
     results: ResultsFolder = RESULTS,
     docs: Annotated[Path, typer.Option("--docs", help="the folder of results.md")] = Path("docs"),
 ) -> None:
-    """Prints a table of reported and measured results, or writes the page of all of them and the index of records."""
+    """Prints a table of reported and measured results, or writes the page of all tables and the index of records."""
     from deephoyer.files import write_atomically
     from deephoyer.lab.report.alexnet_layers import NAME, alexnet_layers
     from deephoyer.lab.report.index import INDEX, index
@@ -93,9 +93,9 @@ def figure(
     name: Annotated[str, typer.Argument(help=", ".join(FIGURES))],
     run: Annotated[Path | None, typer.Argument(help="the folder of a finished run, for histograms")] = None,
     results: ResultsFolder = RESULTS,
-    folder: Annotated[Path, typer.Option("--out", help="where the figure goes")] = Path("docs/figures"),
+    folder: Annotated[Path, typer.Option("--out", help="the folder of the figure")] = Path("docs/figures"),
 ) -> None:
-    """Draws a figure as SVG and PNG: the same numbers, the same bytes."""
+    """Draws a figure as SVG and PNG, reproducibly."""
     if name not in FIGURES:
         raise unknown("figure", name, FIGURES)
     if (name == "histograms") != (run is not None):
@@ -123,5 +123,5 @@ def _records(results: Path) -> list[Record]:
     from deephoyer.lab.report.record import read_all
 
     if results != RESULTS and not results.is_dir():
-        raise UserError(f"{results}: there is no such folder of records.")
+        raise UserError(f"{results}: no such folder.")
     return read_all(results)

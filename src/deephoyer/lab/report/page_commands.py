@@ -11,11 +11,11 @@ from deephoyer.errors import UserError
 
 
 def report(
-    runs: Annotated[list[Path] | None, typer.Argument(help="the folder of a run; several are compared")] = None,
+    runs: Annotated[list[Path] | None, typer.Argument(help="a run's folder; several are compared")] = None,
     target: Annotated[Path | None, typer.Option("--out", help="the file to write")] = None,
     results: Annotated[bool, typer.Option("--results", help="all published runs in ./results instead")] = False,
 ) -> None:
-    """Writes a page about a run, about several compared, or about all published ones: one HTML file each."""
+    """Writes one HTML file about a run, a comparison of several runs, or all published runs."""
     from deephoyer.lab.report import run_page
 
     if target is not None and target.is_dir():
@@ -39,9 +39,9 @@ def report(
 
 def explain(
     source: Annotated[str, typer.Argument(help="the folder of a run, a stored network, or a model's name")],
-    model: Annotated[str | None, typer.Option("--model", help="for plain weights: the model that they are of")] = None,
+    model: Annotated[str | None, typer.Option("--model", help="the model, for a file of plain weights")] = None,
 ) -> None:
-    """Tells which channels of a network hang together, which can go, which cannot and why."""
+    """Shows which channels of a network are coupled, which can be removed, and which cannot and why."""
     import torch
 
     from deephoyer.explain import explain as explanation_of
@@ -54,4 +54,4 @@ def explain(
         network, example = models.make(source), torch.zeros(2, *models.input_shape(source))
     made = explanation_of(network, example)
     typer.echo(str(made))
-    typer.echo(f"{made.removable:,} of {made.parameters:,} parameters lie in channels that can go")
+    typer.echo(f"{made.removable:,} of {made.parameters:,} parameters belong to channels that can be removed")

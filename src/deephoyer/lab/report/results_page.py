@@ -16,11 +16,12 @@ MNIST = {
 }
 CIFAR = (
     "The paper's counting leaves out filters and channels that are zero in a layer, whether or not they can be "
-    "removed; *executed* MACs are those after compaction (others: as they report). *Measured by us*: public networks of the "
-    "authors, evaluated and counted by us. *Best test epoch* is given for rows of the last epoch. *Its start* is the "
-    "accuracy at the beginning of the run. *The paper's front there* interpolates its four points and is constant past "
-    "the last; in brackets our difference to it. *Faster*: time of the dense network ÷ time of the compacted one, at "
-    "that batch size. *Per layer* runs compact with `joints: gather`; all but the dense ones had teachers."
+    "removed; *executed* MACs are those after compaction (others: as they report). *Measured by us*: public networks "
+    "of the authors, evaluated and counted by us. *Best test epoch* is given for rows of the last epoch. *Its start* "
+    "is the accuracy at the beginning of the run. *The paper's front there* interpolates its four points and is "
+    "constant past the last; in brackets our difference to it. *Faster*: time of the dense network ÷ time of the "
+    "compacted one, at that batch size. *Per layer* runs compact with `joints: gather`; all but the dense ones had "
+    "teachers."
 )
 NOT_RUN = "Not run by us yet: the numbers of the paper and of the methods it compares with."
 NO_SETTINGS = " No run of ours has the paper's exact settings yet."

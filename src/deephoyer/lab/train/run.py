@@ -92,7 +92,7 @@ class Run:
     def execute(self) -> Run:
         """Runs what is left to run; afterwards `model`, `masks` and `state` are the final ones."""
         self.device = own_device(environment.pick_device(self.recipe.device))
-        resumable = f"The same command goes on from the last checkpoint in {self.folder.path}."
+        resumable = f"Run the same command again to resume from the last checkpoint in {self.folder.path}."
         with joined(self.device, resumable) as self.processes:
             self.processes.by_main(self.folder.open)
             try:
