@@ -17,7 +17,7 @@ LARGEST = 3.4e38
 
 
 class UserError(ValueError):
-    """The message says what is wrong, where, and what to do; it is shown as it is."""
+    """A mistake in the input; the message says what is wrong, where, and what to do."""
 
 
 def unknown(kind: str, name: object, known: Iterable[str], hint: str = "") -> UserError:

@@ -86,11 +86,11 @@ def explain(
     shares: Sequence[float] = SHARES,
     groups: Coupled | None = None,
 ) -> Explanation:
-    """What is coupled to what in `model`, what can go, what cannot and why.
+    """Which channels of `model` are coupled, which can be removed, which cannot and why.
 
-    With `evaluate` (a function of the model: its accuracy, or its loss) each removable set in turn is zeroed to every
-    share, its channels of least magnitude first, in all layers they run through, and the model evaluated; then it is as
-    it was.
+    With `evaluate` (a function of the model: its accuracy, or its loss) fractions of each removable set are zeroed in
+    turn, channels of least magnitude first, in all layers they run through, and the model is evaluated; it is then
+    restored.
 
     >>> net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
     >>> [(one.name, one.channels, one.reason) for one in explain(net, torch.zeros(1, 4)).sets if one.reason is None]

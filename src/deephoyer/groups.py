@@ -203,7 +203,7 @@ class Elements(Grouping):
 
 
 class Filters(Grouping):
-    """everything that makes one output: a filter of a convolution, a row of a linear layer"""
+    """all weights that compute one output: a filter of a convolution, a row of a linear layer"""
 
     name = "filters"
 
@@ -217,7 +217,7 @@ class Filters(Grouping):
 
 
 class Channels(Grouping):
-    """everything that reads one input: a channel of a convolution, a column of a linear layer"""
+    """all weights that read one input: a channel of a convolution, a column of a linear layer"""
 
     name = "channels"
 
@@ -229,7 +229,7 @@ class Channels(Grouping):
 
 
 class IndexGroups(Grouping):
-    """groups you list yourself, as flat indices for each parameter; they may overlap
+    """your own groups, as flat indices for each parameter; they may overlap
 
     >>> IndexGroups({"fc1.weight": [[0, 1, 2], [2, 3]]}).name
     'index'

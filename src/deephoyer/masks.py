@@ -37,7 +37,7 @@ class Count:
 
 
 class Masks(Mapping[str, Tensor]):
-    """Boolean tensors by parameter name: True stays, False is zero.
+    """Boolean tensors by parameter name: True is kept, False is zero.
 
     >>> masks = Masks({"weight": torch.tensor([[True, False]])})
     >>> model = nn.Linear(2, 1)
@@ -70,12 +70,12 @@ class Masks(Mapping[str, Tensor]):
 
     @property
     def density(self) -> float:
-        """The share of all masked parameters' weights that stays."""
+        """The fraction of weights kept, over all masked parameters."""
         counts = self.counts().values()
         return sum(c.left for c in counts) / max(1, sum(c.total for c in counts))
 
     def counts(self) -> dict[str, Count]:
-        """For each parameter how many weights it has, and how many stay."""
+        """For each parameter its number of weights, and how many are kept."""
         return {name: Count(m.numel(), int(m.sum())) for name, m in self.items()}
 
     def __and__(self, other: Masks) -> Masks:
@@ -99,7 +99,7 @@ class Masks(Mapping[str, Tensor]):
 
     @torch.no_grad()
     def apply(self, model: nn.Module | None = None) -> Masks:
-        """Sets what does not stay to exactly 0.0."""
+        """Sets all weights that are not kept to exactly 0.0."""
         for tensor, drop in self._drops(model):
             local(tensor).masked_fill_(drop, 0)
         return self
@@ -224,15 +224,14 @@ def prune(
     batches: Iterable[Any] | None = None,
     loss: Loss | None = None,
 ) -> Masks:
-    """Zeroes the groups that the rule finds worth too little, in place, and gives the masks.
+    """Zeroes the groups that the rule selects, in place, and returns the masks.
 
-    What a group is worth is said by `score`: how large its weights are, or, on `batches` that you give with
-    `loss(model, batch)`, what the loss would make of its absence (`"snip"`, `"taylor"`).
-    A weight stays when all groups it is in stay. A rule that would leave nothing of a layer raises
-    and changes nothing, unless `allow_empty` is set. With `multiple` as many of a unit's groups stay as
-    is the nearest multiple of it: processors compute channels in blocks of 8 or 16. It goes with one kind of
-    group (two kinds would cut into each other's multiples), and leaves alone what the rule keeps whole or what
-    has fewer groups than that.
+    `score` is the importance of a group: the magnitude of its weights or, given `batches` and
+    `loss(model, batch)`, the estimated effect of its removal on the loss (`"snip"`, `"taylor"`).
+    A weight is kept if all its groups are kept. A rule that would empty a layer raises an error and changes
+    nothing, unless `allow_empty` is set. `multiple` rounds the number of groups kept in a unit to the nearest
+    multiple: processors compute channels in blocks of 8 or 16. It needs a single kind of group (two kinds would
+    break each other's multiples), and does not change units that the rule keeps whole or that have fewer groups.
 
     >>> from deephoyer.rules import Density
     >>> masks = prune(nn.Linear(10, 10), Density(0.2)); masks.density

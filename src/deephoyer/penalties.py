@@ -34,7 +34,7 @@ def _ratio(a: Tensor, b: Tensor) -> Tensor:
 class Penalty:
     """A function of the magnitudes alone. A new one needs `value` and `slope`, and a line in `PENALTIES`.
 
-    What it declares opens fast paths; without any of it all works, term by term.
+    Its declarations enable fast paths; without them everything still works, term by term.
     """
 
     separable = False
@@ -92,7 +92,7 @@ class ScaleFree(Penalty):
 
 
 class Hoyer(ScaleFree):
-    """Σr / √Σr²: between 1 and √n, blind to scale."""
+    """Σr / √Σr²: between 1 and √n, scale-invariant."""
 
     device_slope = "hoyer"
 
@@ -106,7 +106,7 @@ class Hoyer(ScaleFree):
 
 
 class HoyerSquare(ScaleFree):
-    """(Σr)² / Σr²: between 1 and n, blind to scale, least where few magnitudes carry all the weight."""
+    """(Σr)² / Σr²: between 1 and n, scale-invariant, small if few magnitudes are large."""
 
     device_slope = "hoyer-square"
 
@@ -175,7 +175,7 @@ class MCP(Penalty):
 
 
 class TrimmedL1(Penalty):
-    """Σr over all but the largest share `keep`, which goes free (Yun et al. 2019)."""
+    """Σr over all but the largest fraction `keep`, which is not penalized (Yun et al. 2019)."""
 
     def __init__(self, keep: float = 0.05):
         self.keep = share(keep, "trimmed-l1: keep")
@@ -212,7 +212,7 @@ def hoyer(x: Tensor) -> Tensor:
 
 
 def hoyer_square(x: Tensor) -> Tensor:
-    """(Σ|x|)² / Σx², between 1 and n: how many equal weights would be as spread out as x is.
+    """(Σ|x|)² / Σx², between 1 and n: the effective number of nonzero elements.
 
     >>> hoyer_square(torch.tensor([0.0, 5.0, -5.0, 0.0]))
     tensor(2.)
@@ -221,7 +221,7 @@ def hoyer_square(x: Tensor) -> Tensor:
 
 
 def hoyer_measure(x: Tensor) -> Tensor:
-    """Hoyer's sparsity in [0, 1]: 0 when all elements are equally large, 1 when a single one is not zero.
+    """Hoyer's sparsity in [0, 1]: 0 if all elements have equal magnitude, 1 if only one is nonzero.
 
     An all-zero tensor has no direction; its measure is 1, and so is that of a single element.
 
@@ -237,7 +237,7 @@ def hoyer_measure(x: Tensor) -> Tensor:
 
 
 def trimming_threshold(x: Tensor) -> Tensor:
-    """Σx² / Σ|x|: under Hoyer-Square, elements below it move towards 0 and elements above it grow.
+    """Σx² / Σ|x|: under Hoyer-Square, elements below it shrink and elements above it grow.
 
     >>> trimming_threshold(torch.tensor([1.0, -3.0]))
     tensor(2.5000)

@@ -59,10 +59,10 @@ class Stages:
 
 
 class Plan:
-    """Makes a network as small or fast as asked while somebody's loop trains it.
+    """Makes a network as small or fast as the target says, inside your own training loop.
 
-    Which channels go is said by `protect`, `multiple`, `least`, `by_cost`, `score` and `loss`, as in
-    `deephoyer.cutting.Choosing`; the docs list every choice.
+    `protect`, `multiple`, `least`, `by_cost`, `score` and `loss` control which channels are removed, as in
+    `deephoyer.cutting.Choosing`; the docs list all options.
 
     >>> model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 2))
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -140,7 +140,7 @@ class Plan:
 
     @property
     def moments(self) -> list[int]:
-        """After how many epochs (or steps) each round prunes, if the drop allows it."""
+        """The epoch (or step) after which each round prunes, if the drop allows it."""
         begin = round(self.stages.dense * self.total)
         last = max(round((self.stages.dense + self.stages.regularize) * self.total), begin + self.rounds)
         last = min(last, max(1, self.total - 1))  # an epoch at least is left to finetune
@@ -163,11 +163,11 @@ class Plan:
         return "dense" if self.done < round(self.stages.dense * self.total) else "regularize"
 
     def share_of_level(self, level: int) -> float:
-        """What the network is to cost after so many rounds: each takes the same share of what the last one left."""
+        """The target cost after this many rounds: each removes the same fraction of what the previous one left."""
         return float(self.target.share ** (level / self.rounds))
 
     def metrics(self) -> dict[str, float]:
-        """Where the plan stands, as numbers: for TensorBoard (`writer.add_scalars("plan", plan.metrics(), epoch)`)."""
+        """The current state as numbers, for TensorBoard (`writer.add_scalars("plan", plan.metrics(), epoch)`)."""
         strength = sum(self.regularizer.strength_now().values()) / len(self.regularizer.schedules)
         line = {
             "share": self._share,
@@ -181,13 +181,13 @@ class Plan:
     # What the loop calls
 
     def epoch(self, score: float | None = None) -> None:
-        """An epoch is over, and this is how well the network does (higher is better), if that was looked at."""
+        """Call it after every epoch, with the validation score if there is one (higher is better)."""
         if self.by_steps:
             raise UserError("plan: it was made with steps=; call plan.step() after each of them, not plan.epoch().")
         self._tick(score, told=True)
 
     def step(self, score: float | None = None) -> None:
-        """A step is over; with a score where the network was validated after it."""
+        """Call it after every step, with the score if the network was validated."""
         if not self.by_steps:
             raise UserError("plan: it was made with epochs=; call plan.epoch() after each of them, not plan.step().")
         self._tick(score, told=(self.done + 1) % max(1, self.total // LINES) == 0)
@@ -221,7 +221,7 @@ class Plan:
         self._follow()
 
     def finish(self) -> nn.Module:
-        """The compacted network; `plan.report` says what became of it. The model itself has the same zeros."""
+        """Returns the compacted network and sets `plan.report`. The model itself has the same zeros."""
         if self.report is not None:
             raise UserError("plan: it is finished already.")
         if self.level < self.rounds and self.target.drop is None:
@@ -383,7 +383,7 @@ class Plan:
     # Saving
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a plan needs to go on, beside the model's and the optimizer's own states: tensors and plain data."""
+        """The state to resume from, to be saved with those of the model and the optimizer: tensors and plain data."""
         return {
             "total": self.total,
             "done": self.done,
@@ -402,7 +402,7 @@ class Plan:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where `state_dict` was taken; load the model's and the optimizer's states as well."""
+        """Resumes from a `state_dict`; load the states of the model and the optimizer as well."""
         if not isinstance(state, Mapping) or (missing := [key for key in self.state_dict() if key not in state]):
             lacks = f": it has no {missing[0]!r}" if isinstance(state, Mapping) else ""
             raise UserError(f"plan: {shown(state)} is not what a plan's state_dict() gives{lacks}.")

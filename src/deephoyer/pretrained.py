@@ -38,8 +38,8 @@ def note_shape(model: nn.Module, inputs: Examples | None = None) -> None:
 def from_pretrained(folder: str | Path, model_class: Any = None) -> nn.Module:
     """The compacted Hugging Face model that `save_pretrained` wrote to this folder, in eval mode.
 
-    Its class is the one that the configuration names, or `model_class`, which must be one of yours where
-    `transformers` does not have it. Nothing is downloaded.
+    Its class is the one named in the configuration, or `model_class`, which you must pass if `transformers`
+    does not have it. Nothing is downloaded.
     """
     folder = Path(folder)
     shape = _config(folder).get(KEY)

@@ -33,9 +33,9 @@ class Regularizer:
     `groups` may join several kinds with `+`; `strength` is a number, a schedule from
     `deephoyer.strength`, any callable of the step, or one of these for each kind of group. `backend`
     says how the gradient is computed (see `deephoyer.kernels`); it changes the speed, not the numbers.
-    `weigh="size"` multiplies the strength of every unit by what the size of its groups takes away from the
-    pull on a single weight: the channels of a residual stream are then as hard pressed as those of a block.
-    `left_out` (and the `repr`) names every parameter that is not regularized, with what it is.
+    `weigh="size"` scales the strength of every unit so that the size of its groups does not weaken the pull on a
+    single weight: channels of a residual stream are then penalized as much as those inside a block.
+    `left_out` (and the `repr`) lists every parameter that is not regularized, with its kind.
 
     >>> model = nn.Linear(4, 3)
     >>> reg = Regularizer(model, "hoyer-square", "filters+channels", strength={"filters": 1e-4, "channels": 2e-4})
@@ -119,7 +119,7 @@ class Regularizer:
 
     @property
     def settled(self) -> bool:
-        """Whether the strength stays as it is now: a constant one, or a warm-up that is over."""
+        """Whether the strength no longer changes: it is constant, or its warm-up is over."""
         return all(strengths.settled(s, self.steps) for s in self.schedules.values())
 
     def strengthen(self, factor: float) -> None:
@@ -257,14 +257,14 @@ class Regularizer:
     @torch.no_grad()
     def stats(self) -> Stats:
         """For each unit: its penalty's value (without strength), the effective density H_S/n, the Hoyer measure,
-        the trimming threshold, and the share of its groups under that. The line `backend` says how many
+        the trimming threshold, and the fraction of its groups below it. The line `backend` says how many
         units each backend works on. It is a dict of dicts that prints as a table."""
         units = {f"{term.unit.name} ({term.kind})": _unit_stats(term) for term in self.terms}
         return Stats({"backend": {name: float(n) for name, n in self._backend.shares().items()}, **units})
 
     @torch.no_grad()
     def effective_density(self) -> Tensor:
-        """Σ H_S(r) / Σ n over all units: about the share of groups that will be left. Does not wait for the device."""
+        """Σ H_S(r) / Σ n over all units: roughly the fraction of groups that will be left. Does not synchronize."""
         r = [term.magnitudes() for term in self.terms]
         hs = torch.stack([HoyerSquare().value(x).to(r[0]) for x in r]).sum()
         return hs / sum(x.numel() for x in r)
@@ -275,7 +275,7 @@ class Regularizer:
         return {"steps": self.steps, "strength": {k: strengths.to_state(s) for k, s in self.schedules.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes up the step and the strengths; a strength that was a callable of your own stays the one given now."""
+        """Restores the step and the strengths; a strength that is your own callable is not restored."""
         if not isinstance(state, Mapping) or not isinstance(state.get("strength"), Mapping) or "steps" not in state:
             raise UserError(f"{shown(state)} is not what a regularizer's state_dict() gives.")
         saved = dict(state["strength"])

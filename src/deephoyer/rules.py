@@ -107,23 +107,23 @@ class Threshold(OneNumber):
 
 
 class Absolute(Threshold):
-    """groups whose weights are smaller than a number go"""
+    """prunes groups whose weights are smaller than a threshold"""
 
     title = "absolute"
 
 
 class StdRatio(Threshold):
-    """groups whose weights are smaller than a multiple of the layer's standard deviation go"""
+    """prunes groups whose weights are smaller than a multiple of the layer's standard deviation"""
 
     title, relative = "std-ratio", True
 
 
 @dataclass(frozen=True)
 class Effective(OneNumber):
-    """the largest groups of each layer stay, a multiple of its effective count (Σs)² / Σs², and at least one
+    """keeps the largest groups of each layer: a multiple of its effective count (Σs)² / Σs², at least one
 
-    It follows what a penalty did: a layer in which few weights carry all keeps few, whatever its scale. Of weights that
-    are spread as in a Gaussian, `Effective(1)` keeps 2/π.
+    It adapts to the effect of a penalty: a layer in which few weights matter keeps few, whatever its scale. Of weights
+    with a Gaussian distribution, `Effective(1)` keeps 2/π.
     """
 
     title = "effective"
@@ -148,7 +148,7 @@ class Effective(OneNumber):
 
 @dataclass(frozen=True)
 class Density(Rule):
-    """the largest share of the groups stays: of each layer, at least one, or of the whole network (scope: global)"""
+    """keeps the largest fraction of the groups: of each layer, at least one, or of the whole network (scope: global)"""
 
     value: float
     scope: str = "layer"
@@ -175,7 +175,7 @@ class Density(Rule):
 
 
 class PerLayer(Rule):
-    """another rule for each glob pattern of names; the first pattern that matches counts
+    """a different rule for each glob pattern of names; the first pattern that matches is used
 
     >>> _ = PerLayer({"conv*": Absolute(1e-4), "*": StdRatio(0.4)})
     """

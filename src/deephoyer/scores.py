@@ -100,18 +100,18 @@ class Calibration:
 class Score:
     """Needs `of` (or `every`, where units are scored together), and a line in `SCORES` to have a name.
 
-    Scores are 0 or more; a group that is all zero is worth 0, whatever a score says of it.
+    Scores are 0 or more; a group that is all zero always has score 0.
     """
 
     def of(self, unit: Unit) -> Tensor:
-        """What each group of the unit is worth."""
+        """The score of each group of the unit."""
         raise NotImplementedError
 
     def every(self, units: Sequence[Unit], calibration: Calibration) -> list[Tensor]:
         return [self.of(unit) for unit in units]
 
     def scale(self, unit: Unit, score: Tensor) -> float:
-        """What rules that are relative to a layer multiply by: the root mean square of its scores."""
+        """The scale for rules that are relative to a layer: the root mean square of its scores."""
         return score.double().square().mean().sqrt().item() if score.numel() else 0.0
 
     def __repr__(self) -> str:
@@ -120,9 +120,9 @@ class Score:
 
 
 class Magnitude(Score):
-    """how large a group's weights are: their root mean square, or with norm 1 the mean of their absolute values
+    """the magnitude of a group's weights: their root mean square, or with norm 1 the mean of their absolute values
 
-    Per weight, so that one threshold means the same for a single weight, a filter of nine and a row of a thousand.
+    Per weight, so that a threshold means the same for a single weight, a filter of nine and a row of a thousand.
     """
 
     def __init__(self, norm: int = 2):
@@ -142,7 +142,7 @@ class Magnitude(Score):
 
 
 class Snip(Score):
-    """Σ|g·w| over a group: how much the loss hangs on its weights, on one batch (Lee et al. 2019)"""
+    """Σ|g·w| over a group: how much the loss depends on its weights, on one batch (Lee et al. 2019)"""
 
     def __init__(self, batches: int = 1):
         self.batches = positive_whole(batches, "score snip: batches")
@@ -157,7 +157,7 @@ class Snip(Score):
 
 
 class Taylor(Score):
-    """(Σg·w)² over a group: squared first-order change of the loss if it goes, mean over batches (Molchanov 2019)"""
+    """(Σg·w)² over a group: squared first-order change of the loss without it, mean over batches (Molchanov 2019)"""
 
     def __init__(self, batches: int | None = None):
         self.batches = None if batches is None else positive_whole(batches, "score taylor: batches")
@@ -175,7 +175,7 @@ class Taylor(Score):
 
 
 class GeometricMedian(Score):
-    """how far a group lies from the others of its layer: what others can stand in for goes (FPGM, He et al. 2019)"""
+    """the distance of a group to the others of its layer: redundant groups are pruned (FPGM, He et al. 2019)"""
 
     def of(self, unit: Unit) -> Tensor:
         x = vectors(unit)
@@ -187,9 +187,9 @@ class GeometricMedian(Score):
 
 
 class NormScale(Score):
-    """the scale that the norm after a filter multiplies it with (network slimming, Liu et al. 2017)
+    """the scale that the norm after a filter applies to it (network slimming, Liu et al. 2017)
 
-    Coupled groups have their norms with them; for filters, channels and elements a batch shows which norm follows.
+    Coupled groups include their norms; for filters, channels and elements a batch shows which norm follows.
     """
 
     def every(self, units: Sequence[Unit], calibration: Calibration) -> list[Tensor]:
@@ -223,7 +223,7 @@ class NormScale(Score):
 
 
 class Random(Score):
-    """nothing at all: any group is worth as much as any other, by a draw of the seed"""
+    """random numbers drawn from a seed: a baseline"""
 
     def __init__(self, seed: int = 0):
         self.seed = seed

@@ -69,13 +69,13 @@ def shrink(
     groups: Coupled | str | Grouping | Iterable[str | Grouping] | None = None,
     **choosing: Unpack[Choosing],
 ) -> nn.Module:
-    """A smaller copy of the model, cut at once; `small.shrink_report` says what that lost.
+    """A smaller copy of the model, pruned without training; `small.shrink_report` says how much its outputs changed.
 
-    `batches` are as the model takes them or as a loader gives them: of a tuple or dict the model gets as much as the
+    `batches` are inputs of the model, or what a loader yields: of a tuple or dict the model gets as many entries as the
     example inputs have, and labels are left out. Batch norms are recalibrated on them and outputs compared. A `drop` in
-    the target needs `validate(model)`, higher is better: the network is then cut as far as the drop allows. Scores that
-    look at gradients need `loss(model, batch)` besides; `protect`, `multiple`, `least`, `by_cost` and `score` are those
-    of `deephoyer.cutting.Choosing`.
+    the target needs `validate(model)`, higher is better: the network is then pruned as far as the drop allows. Scores
+    that use gradients also need `loss(model, batch)`; `protect`, `multiple`, `least`, `by_cost` and `score` are as in
+    `deephoyer.cutting.Choosing`.
 
     >>> net = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
     >>> small = shrink(net, torch.randn(16, 8), Target(parameters=0.5))

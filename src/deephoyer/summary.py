@@ -81,10 +81,10 @@ def summary(
     seconds: float = 0.5,
     accuracy: Mapping[str, float] | None = None,
 ) -> Summary:
-    """What is left of `model`: weights, MACs, bytes, milliseconds; next to `baseline` if there is one.
+    """Counts `model`: weights, MACs, bytes, milliseconds; compared with `baseline` if given.
 
-    MACs and latency need example inputs. Latencies of both networks are measured in turns, about
-    `seconds` for each batch size, on the device where they are.
+    MACs and latency need example inputs. The two networks are timed alternately, about `seconds` for each batch
+    size, on their current device.
 
     >>> import torch
     >>> summary(nn.Linear(4, 2), torch.zeros(1, 4), latency=False).total.macs_executed

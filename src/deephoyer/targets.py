@@ -36,12 +36,12 @@ SIZES = ("macs", "parameters", "density", "latency")
 
 @dataclass(frozen=True)
 class Target:
-    """How small, or how fast, and how much of the score that may cost.
+    """A size or time to reach, and the loss of score that is allowed.
 
-    One of `macs`, `parameters`, `density` (nonzero weights) and `latency` (time of a forward pass) is a share of the
-    network's as it is given: `latency=0.5` is half of its time for `batch` examples, here and now. `drop` is
-    how far the score may fall, in its own units (0.005 of an accuracy between 0 and 1); where both can not be had, the
-    drop wins. `mode` says how the network will be run, and `dtype` in which precision: both matter to latency alone.
+    One of `macs`, `parameters`, `density` (nonzero weights) and `latency` (time of a forward pass) is a fraction of the
+    network's original value: `latency=0.5` is half of its time for `batch` examples on this device. `drop` is how far
+    the score may fall, in its own units (0.005 of an accuracy between 0 and 1); if both cannot be met, the drop has
+    priority. `mode` (how the network will be run) and `dtype` (its precision) only affect latency.
 
     >>> Target(macs=0.4, drop=0.005).title()
     '0.4 of the MACs, losing at most 0.005'

@@ -35,7 +35,7 @@ def save(
     masks: Mapping[str, Tensor] | None = None,
     provenance: Mapping[str, Any] | None = None,
 ) -> int:
-    """Writes the model to `path`, whole or not at all, and gives the size of the file in bytes.
+    """Writes the model to `path` atomically, and returns the size of the file in bytes.
 
     `provenance` is anything that JSON can hold: the recipe, versions, results.
 

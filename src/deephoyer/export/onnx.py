@@ -21,7 +21,7 @@ TOLERANCE = 1e-4
 
 
 def export(model: nn.Module, example_inputs: Examples, path: str | os.PathLike[str]) -> float:
-    """Writes `model` as ONNX to `path`; gives the largest difference to onnxruntime's outputs found.
+    """Writes `model` as ONNX to `path`; returns the largest difference to onnxruntime's outputs.
 
     The batch size is left open. The file is run through onnxruntime on the examples, in their own
     and in another batch size; a difference beyond 1e-4 of the outputs' scale raises, and nothing is written.

@@ -78,11 +78,11 @@ def compact(
     joints: str = "none",
     exact: bool = True,
 ) -> nn.Module:
-    """A new module with the same outputs, physically without what is dead; the model stays as it is.
+    """A new module with the same outputs, from which everything dead is removed; the model itself is unchanged.
 
-    What is no tensor in the example inputs (a flag, a number) is taken as part of the network, as it is there.
+    Example inputs that are not tensors (a flag, a number) are treated as constants of the network.
     `groups` shares the graph of a `Coupled` made from this model. With `joints="gather"` each layer also
-    loses the inputs and outputs that are dead in it alone, with index selection around it. With `exact=False`, which
+    loses the inputs and outputs that are dead only in it, with index selection around it. With `exact=False`, which
     `groups` must then be made with too, dead channels that a layer norm is over go as well (a transformer's width):
     that is *not* the same function, to be finetuned, and the report says by how much it differs.
 

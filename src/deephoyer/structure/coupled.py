@@ -29,7 +29,7 @@ from deephoyer.weights import CONVOLUTIONS, LAYERS, TRANSPOSED, Weight, with_val
 
 
 class Coupled(Grouping):
-    """every channel with all that must vanish together with it, across layers
+    """every channel with all weights that must become zero together with it, across layers
 
     >>> net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
     >>> [unit.names for unit in Coupled(net, torch.zeros(1, 4)).units([])]
@@ -76,7 +76,7 @@ class Coupled(Grouping):
         return units
 
     def held(self) -> dict[str, float]:
-        """Why channels must stay, with the share of all channels that each reason holds, the largest first."""
+        """The reasons why channels cannot be removed, each with its fraction of all channels, the largest first."""
         shares: dict[str, float] = {}
         for one in self.sets:
             if one.reason is not None:
@@ -110,9 +110,9 @@ class Coupled(Grouping):
 
 
 class Heads(Coupled):
-    """every attention head with all that belongs to it: rows of queries, keys and values, columns of the projection
+    """every attention head with all its weights: rows of queries, keys and values, columns of the projection
 
-    Where several heads share a key (grouped queries), they go together.
+    Heads that share a key (grouped queries) are one group.
 
     >>> net = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
     >>> [unit.count for unit in Heads(net, torch.zeros(1, 3, 16)).units([])]
@@ -127,7 +127,7 @@ class Heads(Coupled):
 
 
 class Neurons(Coupled):
-    """every hidden neuron of a pair of linear layers, with the row that makes it and the column that reads it
+    """every hidden neuron between two linear layers, with the row that computes it and the column that reads it
 
     Two layers that are multiplied (SwiGLU) lose the same neurons.
 
