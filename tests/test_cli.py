@@ -21,7 +21,7 @@ def test_list_shows_the_recipes_by_folder_and_every_kind_with_a_line_each(comman
     for word in ("paper/lenet-300-100", "small/resnet-56-gather", "98.56 %, 2,536 weights", "not yet run", "MNIST"):
         assert word in out
     kinds = {
-        "models": "resnet-56",
+        "models": "deephoyer[timm]",  # brackets are text, not markup
         "data": "mnist",
         "penalties": "hoyer-square",
         "groups": "coupled",

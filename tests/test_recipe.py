@@ -233,7 +233,7 @@ def test_an_override_reaches_anything_in_the_recipe():
         ("device=tpu", "device", "cpu"),
         ("seed=-1", "seed", "0"),
         ("prune.multiple=0", "prune.multiple", "greater than or equal to 1"),
-        ("prune={groups: filters+channels, multiple: 8, value: 1}", "prune", "one kind of group"),
+        ("prune={groups: filters+channels, multiple: 8, value: 1}", "prune", "a single kind of group"),
         ("finetune.lr_warmup=-1", "finetune.lr_warmup", "greater than or equal to 0"),
         ("finetune={epochs: 2, lr_warmup: 3}", "finetune", "would never be reached"),
         ("regularize={epochs: 1, strenght: 4e-4}", "regularize", "regularize.strength"),

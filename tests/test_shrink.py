@@ -383,15 +383,15 @@ def test_a_recipe_may_ask_for_a_share_of_the_time(tmp_path):
     alive = [int(mask.any(1).sum()) for name, mask in run.masks.items() if name.startswith("fc") and mask.dim() == 2]
     assert 0 < alive[0] < 300 and alive[0] % 8 == 0
     for change, told in [
-        ("prune={groups: elements, target: {latency: 0.7}}", "say prune.groups=coupled, too"),
-        ("prune.target.latency=0.7", "say prune.groups=coupled prune.value=null, too"),
+        ("prune={groups: elements, target: {latency: 0.7}}", "also set prune.groups=coupled"),
+        ("prune.target.latency=0.7", "also set prune.groups=coupled prune.value=null"),
         ("prune={groups: coupled, target: {macs: 0.7, batch: 8}}", "batch is only allowed with latency"),
         ("prune={groups: coupled, target: {macs: 0.7, mode: eager}}", "mode is only allowed with latency"),
-        ("prune={groups: coupled, allow_empty: true, target: {latency: 0.7}}", "leave out parameters and allow_empty"),
+        ("prune={groups: coupled, allow_empty: true, target: {latency: 0.7}}", "remove parameters and allow_empty"),
     ]:
         with pytest.raises(dh.UserError, match=told):
             recipe.read("demo", [*short, change])
-    with pytest.raises(dh.UserError, match="leave out joints"):
+    with pytest.raises(dh.UserError, match="remove joints"):
         recipe.read("demo", [*short, pruned, "joints=gather"])
 
 

@@ -284,7 +284,7 @@ def test_a_run_may_lose_no_more_accuracy_than_it_is_allowed(tmp_path, select):
         ("prune={rule: density, target: {macs: 0.4}}", "rule that a target can use"),
         ("prune={target: {macs: 0.4, drop: 0.1}}", "one of macs"),
         ("prune={target: {}}", "one of macs"),
-        ("prune={rule: {name: std-ratio, scope: global}, target: {macs: 0.4}}", "needs a value alone"),
+        ("prune={rule: {name: std-ratio, scope: global}, target: {macs: 0.4}}", "needs a rule without settings"),
         ("prune={target: {macs: 1.4}}", "less than or equal to 1"),
         ("prune={target: {mac: 0.4}}", "macs"),
     ],

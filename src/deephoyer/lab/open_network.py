@@ -33,7 +33,7 @@ def open_network(path: Path, model: Choice | None = None) -> tuple[nn.Module, Te
     path = file_of(path)
     plain = _is_plain(path)
     if model is None and plain:
-        raise UserError(f"{path} has plain weights and does not name its model; give it with --model.")
+        raise UserError(f"{path} has plain weights and does not name its model; give the model with --model.")
     chosen = model if model is not None else _own_model(path)
     network = models.of(chosen) if model is not None else built_for(path, chosen)
     if plain:

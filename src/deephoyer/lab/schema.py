@@ -114,7 +114,7 @@ class Recipe(Part):
     data: DataChoice
     """The data set, by name or with settings (`deephoyer list data`)."""
     start: Words | None = None
-    """The network to start from: another run or a file; default: a new one."""
+    """The network to start from: another run or a file; without it, a new one."""
     seed: int = Field(default=0, ge=0)
     """The seed of all random numbers in the run."""
     batch_size: int = Field(default=100, ge=1)

@@ -95,7 +95,7 @@ class Regularize(Training):
     warmup: Warmup | None = None
     """Raises the strength from 0 over the first epochs."""
     parameters: str | tuple[str, ...] | None = None
-    """Globs that select parameters; default: the weights of all layers."""
+    """Globs that select parameters; without them, the weights of all layers."""
 
     @field_validator("strength")
     @classmethod
@@ -191,11 +191,11 @@ class Prune(Part):
     target: PruneTarget | None = None
     """A size, time or accuracy to reach, instead of a value."""
     score: ScoreChoice = None
-    """The importance of groups (`deephoyer list scores`); default: the method's own score, or the magnitude."""
+    """The importance of groups (`deephoyer list scores`); without it, the method's own score, or the magnitude."""
     groups: GroupsChoice = "elements"
     """The groups that are kept or pruned as a whole (`deephoyer list groups`)."""
     parameters: str | tuple[str, ...] | None = None
-    """Globs that select parameters; default: the weights of all layers."""
+    """Globs that select parameters; without them, the weights of all layers."""
     allow_empty: bool = False
     """Whether a layer may lose all its weights."""
     multiple: int = Field(default=1, ge=1)
