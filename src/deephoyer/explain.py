@@ -67,7 +67,7 @@ class Explanation:
         return sorted({share for one in self.sets for share in one.scores})
 
     def __str__(self) -> str:
-        lines = [text_table("what hangs together", self.head(), self.rows(), words=3)]
+        lines = [text_table("coupled channels", self.head(), self.rows(), words=3)]
         if self.score is not None:
             lines.append(f"score with everything there: {self.score:.4g}")
         return "\n".join(lines)
