@@ -61,7 +61,7 @@ class Explanation:
 
     def head(self) -> list[str]:
         measured = [f"{share:.0%} gone" for share in self.shares()]
-        return ["coupled channels", "layers", "why they stay", "channels", "parameters", *measured]
+        return ["set", "layers", "why they stay", "channels", "parameters", *measured]
 
     def shares(self) -> list[float]:
         return sorted({share for one in self.sets for share in one.scores})
