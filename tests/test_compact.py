@@ -376,3 +376,21 @@ def test_weights_that_lie_channels_last_still_do():
     assert small[0].weight.shape[0] == 5
     for layer in (small[0], small[2]):
         assert layer.weight.is_contiguous(memory_format=torch.channels_last) and not layer.weight.is_contiguous()
+
+
+def test_the_report_prints_as_a_table_with_what_stayed_and_why():
+    class WithAuxiliary(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.auxiliary = nn.Linear(4, 6), nn.Linear(6, 3), nn.Linear(6, 3)
+
+        def forward(self, x):
+            h = self.a(x).relu()
+            return (self.b(h), self.auxiliary(h)) if self.training else self.b(h)
+
+    model = WithAuxiliary()
+    with torch.no_grad():
+        model.a.weight[:2], model.a.bias[:2] = 0, 0
+    text = str(compact_report(compact(model, torch.randn(3, 4))))
+    assert "coupled set" in text and "network output" in text and "72 → 56 (77.8% left)" in text
+    assert "may no longer fit in training: auxiliary" in text and "\n\n" not in text

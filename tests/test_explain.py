@@ -85,3 +85,8 @@ def test_it_prints_as_a_table_and_as_html(net):
     made = dh.explain(net, X, lambda model: 0.25)
     assert "50% gone" in str(made) and "inner" in str(made) and "0.25" in str(made)
     assert made._repr_html_().count("<tr>") == len(made.sets) + 1
+
+
+def test_an_evaluation_that_returns_no_number_is_a_users_mistake(net):
+    with pytest.raises(dh.UserError, match=r"evaluate\(model\) must return a number, not None"):
+        dh.explain(net, torch.randn(2, 4).double(), lambda model: None)

@@ -263,3 +263,10 @@ def test_an_override_that_is_none_is_refused(override):
 
 def test_a_number_with_an_exponent_is_a_number():
     assert recipe.read("demo", ["finetune.lr=1e-3"]).finetune.lr == 1e-3
+
+
+def test_a_target_of_accuracy_is_not_met_on_test_images_where_the_last_epoch_is_kept():
+    words = ["epoch_selection=last", "prune={rule: absolute, target: {drop: 0.01}}"]
+    with pytest.raises(dh.UserError, match="would be met on test images"):
+        recipe.read("demo", words)
+    recipe.read("demo", [words[1]])

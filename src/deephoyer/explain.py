@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from deephoyer.errors import UserError
+from deephoyer.errors import UserError, shown
 from deephoyer.groups import SliceUnit
 from deephoyer.inference import Examples
 from deephoyer.structure import Coupled
@@ -101,7 +101,7 @@ def explain(
             raise UserError(f"explain: {share!r} is not a share; shares lie between 0 and 1, like 0.5.")
     graph = groups if groups is not None else Coupled(model, example_inputs)
     units = {unit.name: unit for unit in _units(graph)}
-    base = None if evaluate is None else float(evaluate(model))
+    base = None if evaluate is None else _score(evaluate, model)
     made = []
     for number, one in enumerate(graph.sets, 1):
         unit = units.get(one.name) if one.reason is None else None
@@ -144,11 +144,19 @@ def _without(model: nn.Module, unit: SliceUnit, share: float, evaluate: Callable
         with torch.no_grad():
             for tensor, left in zip(unit.tensors, unit.spread((~keep).to(torch.float32)), strict=True):
                 tensor.masked_fill_(left.expand_as(tensor) > 0, 0.0)
-        return float(evaluate(model))
+        return _score(evaluate, model)
     finally:
         with torch.no_grad():
             for tensor, was in zip(unit.tensors, before, strict=True):
                 tensor.copy_(was)
+
+
+def _score(evaluate: Callable[[nn.Module], float], model: nn.Module) -> float:
+    score = evaluate(model)
+    try:
+        return float(score)
+    except (TypeError, ValueError, RuntimeError):
+        raise UserError(f"explain: evaluate(model) must return a number, not {shown(score)}.") from None
 
 
 def _tell(number: int, count: int, name: str, share: float) -> None:

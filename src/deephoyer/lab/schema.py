@@ -90,7 +90,7 @@ class Expect(Part):
     nonzeros: int | None = None
     """Weights left."""
     macs: int | None = None
-    """MACs left, by the paper's counting."""
+    """MACs left: by the paper's counting on MNIST, executed ones otherwise."""
     minutes: float | None = None
     """The duration of a run."""
     device: str | None = None
@@ -180,6 +180,11 @@ class Recipe(Part):
         target = self.prune.target if self.prune else None
         if self.joints != "none" and target is not None and target.latency is not None:
             raise UserError("a latency target can't be combined with joints, which cost time; remove joints.")
+        if self.epoch_selection == "last" and target is not None and (target.accuracy, target.drop) != (None, None):
+            raise UserError(
+                "epoch_selection: last holds no images out: a target of accuracy or drop would be met on test images. "
+                "Use epoch_selection: held-out (or test-best, which says so)."
+            )
         return self
 
     def stages(self) -> tuple[str, ...]:

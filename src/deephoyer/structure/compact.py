@@ -24,6 +24,7 @@ from deephoyer.structure.fold_constants import Folded, fold, shared_layers
 from deephoyer.structure.joints import ConstantLayer, around, gather, laid_out, merged, replace
 from deephoyer.structure.layers import CONV, EMBEDDING, LINEAR, NORM, WIRING, kind_of, size
 from deephoyer.structure.remove import alive_outputs, own_parameters, remove, spare_last, tensor_of, zero
+from deephoyer.text_table import text_table
 from deephoyer.weights import with_values
 
 JOINTS = ("none", "gather")
@@ -67,6 +68,28 @@ class CompactReport:
     @property
     def removed(self) -> int:
         return sum(one.removed for one in self.sets)
+
+    def __str__(self) -> str:
+        """A table of the sets, and a line for everything else that was removed, or kept and why."""
+        titles = ["coupled set", "why it stays", "channels", "removed"]
+        rows = [[s.name, s.reason or "", f"{s.channels:,}", f"{s.removed:,}"] for s in self.sets]
+        share = self.parameters_after / max(self.parameters_before, 1)
+        lines = [
+            text_table("removed channels", titles, rows, words=2),
+            f"parameters: {self.parameters_before:,} → {self.parameters_after:,} ({share:.1%} left); largest difference "
+            f"of an output: {self.error:.1e} of their scale{'' if self.exact else ', not exact: finetune it'}",
+        ]
+        lines += [f"constants folded into {layer}: {count}" for layer, count in self.folded.items()]
+        lines += [
+            f"constants kept before {layer or 'some layers'}: {why}" for layer, (_, why) in self.kept.items()
+        ]
+        lines += [f"layers removed: {', '.join(self.dropped)}"] if self.dropped else []
+        lines += [f"joints around: {', '.join(self.joints)}"] if self.joints else []
+        if self.idle:
+            lines.append(
+                f"not called in eval mode, so unchanged; may no longer fit in training: {', '.join(self.idle)}"
+            )
+        return "\n".join(lines)
 
 
 @outside_inference_mode

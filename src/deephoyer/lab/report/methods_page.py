@@ -57,7 +57,7 @@ def page(results: Path = RESULTS, figures: Path | None = None) -> str:
         if content is None or not content["outcomes"]:
             parts.append(_planned(name, protocol))
             continue
-        parts.append(f"`deephoyer compare {name}`; all runs use `{protocol.base}`{_epochs(content['epochs'])}.")
+        parts.append(f"`deephoyer compare {name}`; {_protocol(protocol, content['epochs'])}.")
         parts += [_table(protocol, content, size) for size in protocol.sizes]
         if figures is not None and (figures / f"methods-{name}.svg").exists():
             parts.append(f"![Test accuracy of every seed]({figures.name}/methods-{name}.svg)")
@@ -75,9 +75,15 @@ def page(results: Path = RESULTS, figures: Path | None = None) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _epochs(epochs: Mapping[str, int | None]) -> str:
+def _protocol(protocol: Protocol, epochs: Mapping[str, int | None]) -> str:
+    """The numbers of a comparison: epochs, settings, seeds."""
     own = [f"{count} epochs of {stage}" for stage, count in epochs.items() if count is not None]
-    return f" with {_listed(own)}" if own else ""
+    settings = min(len(entry.values) for entry in protocol.methods.values())
+    seeds = "1 seed" if protocol.choose == 1 else f"{protocol.choose} seeds"
+    return (
+        f"all runs use `{protocol.base}`{f' with {_listed(own)}' if own else ''}; {settings} settings for each method, "
+        f"chosen on {seeds}; {protocol.final} fresh seeds"
+    )
 
 
 def _planned(name: str, protocol: Protocol) -> str:
@@ -85,7 +91,7 @@ def _planned(name: str, protocol: Protocol) -> str:
     sizes = _listed([f"{100 * size:g}" for size in protocol.sizes])
     return (
         f"Not run yet. `deephoyer compare {name}` compares {_listed(list(protocol.methods))} at {sizes} % of the "
-        f"{_counted(protocol)}; all runs use `{protocol.base}`{_epochs(dict(protocol.epochs))}."
+        f"{_counted(protocol)}; {_protocol(protocol, dict(protocol.epochs))}."
     )
 
 
