@@ -76,13 +76,11 @@ class CompactReport:
         share = self.parameters_after / max(self.parameters_before, 1)
         lines = [
             text_table("removed channels", titles, rows, words=2),
-            f"parameters: {self.parameters_before:,} → {self.parameters_after:,} ({share:.1%} left); largest difference "
-            f"of an output: {self.error:.1e} of their scale{'' if self.exact else ', not exact: finetune it'}",
+            f"parameters: {self.parameters_before:,} → {self.parameters_after:,} ({share:.1%} left); largest output "
+            f"difference: {self.error:.1e} of their scale{'' if self.exact else ', not exact: finetune it'}",
         ]
         lines += [f"constants folded into {layer}: {count}" for layer, count in self.folded.items()]
-        lines += [
-            f"constants kept before {layer or 'some layers'}: {why}" for layer, (_, why) in self.kept.items()
-        ]
+        lines += [f"constants kept before {layer or 'some layers'}: {why}" for layer, (_, why) in self.kept.items()]
         lines += [f"layers removed: {', '.join(self.dropped)}"] if self.dropped else []
         lines += [f"joints around: {', '.join(self.joints)}"] if self.joints else []
         if self.idle:
