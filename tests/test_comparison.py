@@ -399,3 +399,11 @@ def test_every_row_by_own_settings_can_be_run_and_is_judged_from_its_records():
     assert own_settings.table([figure], []) == []
     listed = methods_page._by_own_settings([figure], [])
     assert listed.endswith(f"- {figure.title} (4,600 at 98.4 %): `paper/lenet-300-100`")
+
+
+def test_a_run_is_called_by_its_method_setting_size_and_seed():
+    found = Comparison("lenet-300-100", only=["l1"])
+    job = next(iter(found.jobs()))
+    titles = [found._title(job, words) for words in found.chain(job)]
+    assert titles == ["dense, seed 0", "l1, 1.25e-05, trained, seed 0", "l1, 1.25e-05, 1.73 %, seed 0"]
+    assert found.next().title == titles[0]

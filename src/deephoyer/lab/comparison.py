@@ -438,22 +438,34 @@ class Comparison(Queue):
     # The queue
 
     def next(self) -> Member | None:
-        for words in self._waiting() if time.monotonic() < self._until else ():
+        for words, title in self._waiting() if time.monotonic() < self._until else ():
             folder = self.folder(words)
             if folder not in self._busy:
                 self._busy.add(folder)
-                return Member(list(words), folder)
+                return Member(list(words), folder, name=title)
         return None
 
-    def _waiting(self) -> Iterator[tuple[str, ...]]:
-        """The next run of each job that is not settled; then what the chosen settings will start from."""
+    def _waiting(self) -> Iterator[tuple[tuple[str, ...], str]]:
+        """The next run of each job that is not settled, with a title; then what the chosen settings will start from."""
         for job in self.jobs():
             if not self._settled(job):
-                yield next(words for words in self.chain(job) if not self._is_done(self.folder(words)))
+                yield next(
+                    (words, self._title(job, words))
+                    for words in self.chain(job)
+                    if not self._is_done(self.folder(words))
+                )
         if any(entry.way != "scratch" for entry in self.methods.values()):
-            for words in map(self._dense, self.protocol.fresh_seeds):
+            for seed in self.protocol.fresh_seeds:
+                words = self._dense(seed)
                 if not self._is_done(folder := self.folder(words)) and folder not in self._failed:
-                    yield words
+                    yield words, f"dense, seed {seed}"
+
+    def _title(self, job: Job, words: tuple[str, ...]) -> str:
+        """What a run of a job's chain is, for people: its words name the whole chain before it."""
+        if words == self._dense(job.seed):
+            return f"dense, seed {job.seed}"
+        size = f", {100 * job.size:g} %" if words == self.chain(job)[-1] else ", trained"
+        return f"{job.method}, {job.value:g}{size}, seed {job.seed}"
 
     def open(self) -> bool:
         return time.monotonic() < self._until and any(not self._settled(job) for job in self.jobs())

@@ -46,10 +46,12 @@ class Member:
     retried: bool = False
     about: dict[str, Any] = field(default_factory=dict)
     """What its queue wants to remember of it."""
+    name: str = ""
+    """What it is called in messages; without one, by its overrides."""
 
     @property
     def title(self) -> str:
-        return " ".join(self.overrides) or "as it is"
+        return self.name or " ".join(self.overrides) or "as it is"
 
     @property
     def busy(self) -> bool:
