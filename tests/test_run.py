@@ -346,3 +346,12 @@ def test_a_full_disk_is_told_in_a_line_and_loses_nothing(tmp_path):
     resumed = start(tmp_path / "run")
     assert resumed.wait() == 0
     assert (tmp_path / "run" / "summary.json").exists()
+
+
+def test_a_run_that_is_refused_leaves_no_empty_folder_and_keeps_one_that_was_there(tmp_path):
+    nowhere = recipe.read("demo", ["data={name: folder, path: /nowhere, size: 28}"])
+    (tmp_path / "there").mkdir()
+    for name in ("new", "there"):
+        with pytest.raises(dh.UserError, match="nowhere"):
+            Run(nowhere, tmp_path / name).execute()
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -42,6 +43,7 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self.metrics_path = self.path / "metrics.jsonl"
         self._lock: TextIO | None = None
+        self._new = False
 
     def __truediv__(self, name: str) -> Path:
         return self.path / name
@@ -49,6 +51,7 @@ class RunFolder:
     def open(self) -> None:
         """Makes the folder and locks it against a second process."""
         try:
+            self._new = not self.path.exists()
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = open(self.path / ".lock", "w")  # noqa: SIM115 (held for the whole run)
         except OSError as why:
@@ -64,7 +67,12 @@ class RunFolder:
             remove_leftovers(place)
 
     def close(self) -> None:
+        """Unlocks the folder. One that is new and still empty, of a run that was refused, is removed."""
         if self._lock is not None:
+            if self._new and [path.name for path in self.path.iterdir()] == [".lock"]:
+                with suppress(OSError):  # somebody else may have put something there by now
+                    (self.path / ".lock").unlink()
+                    self.path.rmdir()
             _held.discard(self._lock)
             self._lock.close()
             self._lock = None
