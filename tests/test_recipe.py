@@ -270,3 +270,10 @@ def test_a_target_of_accuracy_is_not_met_on_test_images_where_the_last_epoch_is_
     with pytest.raises(dh.UserError, match="would be met on test images"):
         recipe.read("demo", words)
     recipe.read("demo", [words[1]])
+
+
+def test_a_recipe_without_its_folder_is_answered_with_all_that_have_that_name():
+    with pytest.raises(dh.UserError, match="Did you mean 'compare/lenet-5', 'paper/lenet-5' or 'small/lenet-5'"):
+        recipe.read("lenet-5")
+    with pytest.raises(dh.UserError, match="Did you mean 'paper/alexnet'"):
+        recipe.read("paper/alexnt")

@@ -73,11 +73,11 @@ def _path(name: str) -> Path:
     if name not in names():
         if name in renamed()["recipes"]:
             raise UserError(f"recipe {name} was renamed: deephoyer run {renamed()['recipes'][name]}")
-        ours = {n.rpartition("/")[2]: n for n in names()} | {n: n for n in names()}
-        told = unknown("recipe", name, ours, "`deephoyer list` shows all; your own file must end in .yaml.")
-        if name in ours:
-            told = UserError(f"{name!r} is not a recipe. Did you mean {ours[name]!r}? `deephoyer list` shows all.")
-        raise told
+        alike = [n for n in names() if n.rpartition("/")[2] == name]
+        if alike:
+            meant = " or ".join(", ".join(map(repr, alike)).rsplit(", ", 1))
+            raise UserError(f"{name!r} is not a recipe. Did you mean {meant}? `deephoyer list` shows all.")
+        raise unknown("recipe", name, names(), "`deephoyer list` shows all; your own file must end in .yaml.")
     return FOLDER / f"{name}.yaml"
 
 
