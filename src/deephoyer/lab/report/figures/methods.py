@@ -53,5 +53,5 @@ def off_by_a_factor(title: str, penalties: Mapping[str, Mapping[float, Sequence[
     axes.yaxis.set_major_formatter(FormatStrFormatter("%g"))
     axes.set_xticks([0.1, 0.2, 0.5, 1, 2, 5, 10], ["⅒", "⅕", "½", "1", "2", "5", "10"])
     axes.minorticks_off()
-    axes.legend()
+    axes.legend(loc="lower right")
     return figure
