@@ -563,6 +563,8 @@ def test_a_forward_that_asks_a_layer_for_its_size_gets_no_joint_there():
 
 
 def test_a_network_that_would_fail_on_torchs_fast_path_is_refused():
+    torch.backends.mha.set_fastpath_enabled(True)
+    assert not torch.is_autocast_enabled()
     net, x = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval(), torch.randn(2, 5, 16)
     net.linear1.weight.data[:, :4] = 0
     with pytest.raises(dh.UserError, match="fails in"):
