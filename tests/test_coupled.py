@@ -10,12 +10,13 @@ from torch.testing import assert_close
 
 from deephoyer.errors import UserError
 from deephoyer.groups import SliceUnit
+from deephoyer.inference import plain_attention
 from deephoyer.lab.models import make
 from deephoyer.masks import prune
 from deephoyer.rules import Density
 from deephoyer.structure import CannotFollow, Coupled, compact
 from deephoyer.structure.channel_ids import Labels
-from deephoyer.structure.follow import Follower, plain_attention
+from deephoyer.structure.follow import Follower
 from deephoyer.structure.operations import meet
 from deephoyer.structure.sizes import Asking
 from deephoyer.weights import find_weights
@@ -317,7 +318,7 @@ def test_a_tensor_never_has_more_axes_than_dimensions_however_deep_the_network(d
     layer = nn.TransformerEncoderLayer(8, 2, 12, batch_first=True)
     follower = Follower(net := nn.TransformerEncoder(layer, depth).eval(), True)
     x = torch.randn(1, 5, 8)
-    with torch.no_grad(), plain_attention(), Asking(follower.asks), follower:
+    with torch.no_grad(), plain_attention, Asking(follower.asks), follower:
         y = net(x) * torch.sigmoid(net(x).mean(1, keepdim=True))
     assert follower.n.known(y)
     assert all(len(axes) <= max(1, tensor.dim()) for tensor, axes in follower.n._of.values())

@@ -1,6 +1,7 @@
 """Networks that real code has and textbooks don't: what `compact` gives computes the same, or it says why not."""
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 import deephoyer as dh
 from deephoyer.export import load_masks
+from deephoyer.inference import plain_attention
 from deephoyer.structure import compact_report
 from deephoyer.structure.equality import Differs, same
 from deephoyer.structure.fold_constants import fold
@@ -563,14 +565,30 @@ def test_a_forward_that_asks_a_layer_for_its_size_gets_no_joint_there():
 
 
 def test_a_network_that_would_fail_on_torchs_fast_path_is_refused():
-    torch.backends.mha.set_fastpath_enabled(True)
-    assert not torch.is_autocast_enabled()
     net, x = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval(), torch.randn(2, 5, 16)
     net.linear1.weight.data[:, :4] = 0
     with pytest.raises(dh.UserError, match="fails in"):
         dh.compact(net, x, joints="gather")
     with torch.no_grad():
         assert largest_gap(net(x), dh.compact(net, x)(x)) < 1e-4
+
+
+def test_threads_that_take_attention_apart_at_the_same_time_leave_torchs_fast_path_as_it_was():
+    both = threading.Barrier(2)
+
+    def first():
+        with plain_attention:
+            both.wait()  # the other is inside, too
+        both.wait()  # and goes out after this one
+
+    other = threading.Thread(target=first)
+    other.start()
+    with plain_attention:
+        both.wait()
+        both.wait()
+        assert not torch.backends.mha.get_fastpath_enabled()
+    other.join()
+    assert torch.backends.mha.get_fastpath_enabled()
 
 
 # Wrapped, and in files.

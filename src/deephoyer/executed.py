@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deephoyer.inference import Examples, at_rest, batch_of, try_call
+from deephoyer.inference import Examples, at_rest, batch_of, plain_attention, try_call
 from deephoyer.weights import named_modules, unwrap
 
 aten = torch.ops.aten
@@ -49,12 +49,10 @@ def _open(model: nn.Module, counting: _Counting) -> Iterator[None]:
     for name, module in named_modules(model):
         hooks.append(module.register_forward_pre_hook(lambda m, args, name=name: counting.inside.append(name)))
         hooks.append(module.register_forward_hook(lambda m, args, y: counting.inside.__delitem__(-1), always_call=True))
-    fused = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
     try:
-        yield
+        with plain_attention:
+            yield
     finally:
-        torch.backends.mha.set_fastpath_enabled(fused)
         for hook in hooks:
             hook.remove()
 

@@ -7,6 +7,7 @@ The accounting, the timing and the exports all call a model through here.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
@@ -20,6 +21,30 @@ from deephoyer.errors import UserError, first_line
 P = ParamSpec("P")
 T = TypeVar("T")
 Examples = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
+
+
+class _PlainAttention:
+    """The switch is the process's own: threads that are in at the same time share it, and the last one out restores."""
+
+    def __init__(self) -> None:
+        self._lock, self._inside, self._before = threading.Lock(), 0, True
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._before = torch.backends.mha.get_fastpath_enabled()
+                torch.backends.mha.set_fastpath_enabled(False)
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                torch.backends.mha.set_fastpath_enabled(self._before)
+
+
+plain_attention = _PlainAttention()
+"""Within it torch's fused attention layers, which hide the linear layers inside them, are taken apart."""
 
 
 @contextmanager

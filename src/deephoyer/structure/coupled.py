@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from deephoyer.errors import UserError, true_or_false
 from deephoyer.groups import Grouping, Slices, SliceUnit, Unit
-from deephoyer.inference import Examples, call, outside_inference_mode
+from deephoyer.inference import Examples, call, outside_inference_mode, plain_attention
 from deephoyer.structure.channels import ChannelGraph, ChannelSet, Place
 from deephoyer.structure.equality import Differs, all_nan, check_modules, compare, drawn_answers, module_outputs
-from deephoyer.structure.follow import CannotFollow, follow, plain_attention
+from deephoyer.structure.follow import CannotFollow, follow
 from deephoyer.structure.inputs import one_sample, outputs_in
 from deephoyer.structure.remove import alive_outputs, homes_of, remove, replace_tensor, spare_last, tensor_of, zero
 from deephoyer.structure.sizes import Setting, SizeRule, apply_sizes, learn_sizes
@@ -226,7 +226,7 @@ def _try(model: nn.Module, graph: ChannelGraph, sets: list[ChannelSet], inputs: 
 
 
 def _learnt(small: nn.Module, graph: ChannelGraph, dead: Tensor, inputs: Examples) -> set[SizeRule]:
-    with torch.no_grad(), plain_attention():
+    with torch.no_grad(), plain_attention:
         return learn_sizes(small, graph.calls, dead, lambda: call(small, inputs), graph.updated)
 
 

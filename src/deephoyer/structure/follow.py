@@ -8,7 +8,6 @@ each, and a layer is whatever uses a parameter, of whichever class it is.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from deephoyer.errors import UserError, first_line
-from deephoyer.inference import Examples, arguments, call
+from deephoyer.inference import Examples, arguments, call, plain_attention
 from deephoyer.structure import operations, products
 from deephoyer.structure.attention import opened
 from deephoyer.structure.channel_ids import Labels
@@ -56,7 +55,7 @@ def follow(model: nn.Module, inputs: Examples, exact: bool = True) -> ChannelGra
     for tensor in given:
         if not tensor.is_floating_point() and not tensor.is_complex():
             follower.n.set_discrete(tensor)
-    with torch.no_grad(), plain_attention():
+    with torch.no_grad(), plain_attention:
         try:
             with Asking(follower.asks), follower:
                 outputs = call(model, inputs)
@@ -76,17 +75,6 @@ def follow(model: nn.Module, inputs: Examples, exact: bool = True) -> ChannelGra
         )
     follower.n.fix(outputs_in(outputs), "network output")
     return follower.graph()
-
-
-@contextmanager
-def plain_attention() -> Iterator[None]:
-    """The fused attention layers hide the linear layers inside them."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
 
 
 class Follower(TorchDispatchMode):
