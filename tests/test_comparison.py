@@ -384,7 +384,7 @@ def test_the_page_of_methods_is_made_from_what_is_kept():
 def test_a_comparison_without_results_is_one_sentence(tmp_path):
     text = methods_page._planned("lenet-5", comparison.read("lenet-5"))
     assert "iterative magnitude; ADMM" in text and "at 1.63, 0.81 and 0.5 % of the weights" in text
-    assert "8 epochs of pretrain, 10 epochs of regularize and 6 epochs of finetune" in text
+    assert "10 epochs of regularize, 6 epochs of finetune and `finetune.lr=4e-3`" in text
     assert "| method |" not in methods_page.page(tmp_path / "methods")
 
 

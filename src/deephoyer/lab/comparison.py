@@ -115,6 +115,8 @@ class Protocol(BaseModel):
     """The recipe that all runs are made from."""
     epochs: Epochs = Epochs()
     """In place of the recipe's own."""
+    words: tuple[str, ...] = ()
+    """More overrides for all runs; those that are typed count more."""
     target: Literal["live", "macs"]
     sizes: tuple[float, ...] = Field(min_length=1)
     choose: int = Field(default=3, ge=1)
@@ -201,8 +203,8 @@ class Comparison(Queue):
     ):
         self.name, self.protocol = Path(name).stem, read(name)
         typed = {word.partition("=")[0] for word in overrides}
-        epochs = (word for word in self.protocol.epochs.words() if word.partition("=")[0] not in typed)
-        self.overrides = (*epochs, *overrides)
+        own = (*self.protocol.epochs.words(), *self.protocol.words)
+        self.overrides = (*(word for word in own if word.partition("=")[0] not in typed), *overrides)
         for method in only:
             if method not in self.protocol.methods:
                 raise unknown("method of this comparison", method, self.protocol.methods)
@@ -430,6 +432,7 @@ class Comparison(Queue):
             "format": FORMAT,
             "name": self.name,
             "epochs": dict(zip(Epochs.model_fields, of_stages, strict=True)),
+            "words": [word for word in self.overrides if not word.partition("=")[0].endswith(".epochs")],
             "chosen": chosen,
             "outcomes": found,
             "failed": failed,

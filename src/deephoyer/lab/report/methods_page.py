@@ -57,7 +57,7 @@ def page(results: Path = RESULTS, figures: Path | None = None) -> str:
         if content is None or not content["outcomes"]:
             parts.append(_planned(name, protocol))
             continue
-        parts.append(f"`deephoyer compare {name}`; {_protocol(protocol, content['epochs'])}.")
+        parts.append(f"`deephoyer compare {name}`; {_protocol(protocol, content['epochs'], content.get('words', ()))}.")
         parts += [_table(protocol, content, size) for size in protocol.sizes]
         if figures is not None and (figures / f"methods-{name}.svg").exists():
             parts.append(f"![Test accuracy of every seed]({figures.name}/methods-{name}.svg)")
@@ -75,9 +75,10 @@ def page(results: Path = RESULTS, figures: Path | None = None) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _protocol(protocol: Protocol, epochs: Mapping[str, int | None]) -> str:
-    """The numbers of a comparison: epochs, settings, seeds."""
+def _protocol(protocol: Protocol, epochs: Mapping[str, int | None], words: Sequence[str]) -> str:
+    """The numbers of a comparison: epochs and other words that all runs have, settings, seeds."""
     own = [f"{count} epochs of {stage}" for stage, count in epochs.items() if count is not None]
+    own += [f"`{word}`" for word in words]
     settings = min(len(entry.values) for entry in protocol.methods.values())
     seeds = "1 seed" if protocol.choose == 1 else f"{protocol.choose} seeds"
     return (
@@ -91,7 +92,7 @@ def _planned(name: str, protocol: Protocol) -> str:
     sizes = _listed([f"{100 * size:g}" for size in protocol.sizes])
     return (
         f"Not run yet. `deephoyer compare {name}` compares {_listed(list(protocol.methods))} at {sizes} % of the "
-        f"{_counted(protocol)}; {_protocol(protocol, dict(protocol.epochs))}."
+        f"{_counted(protocol)}; {_protocol(protocol, dict(protocol.epochs), protocol.words)}."
     )
 
 
