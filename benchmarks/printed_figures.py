@@ -3,7 +3,7 @@
     python benchmarks/printed_figures.py --plan
     python benchmarks/printed_figures.py --items appendix --seconds 540 --jobs 20 --publish results --pack home
 
-Runs lie in `runs/` and are ordinary ones; seeds that have a record in `--publish` are left out. When `--seconds` are
+Runs lie in `runs/` and are ordinary ones; seeds that have a record already are left out. When `--seconds` are
 over they are stopped, and the same command goes on with them: on another machine after `cat home/runs-* | tar xz`. With
 `--jobs 0` it only publishes and packs what is there. Items, in order:
 
@@ -80,7 +80,7 @@ def main() -> None:
     parser.add_argument("changes", nargs="*", help="overrides for all runs, as of `deephoyer run`: no longer their own")
     chosen = parser.parse_args()
     records = Records(chosen.publish)
-    known = records.there()
+    known = Records(chosen.publish or Path("results")).there()
     items = {
         item: [
             job
