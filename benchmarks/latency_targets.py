@@ -5,6 +5,7 @@
         --modes eager cuda-graph
     python benchmarks/latency_targets.py --device cuda --models resnet50 vit_b_16 --batch 256 --dtype bfloat16 \\
         --modes compiled --shares 0.5 --alone
+    python benchmarks/latency_targets.py --page results/bench/latency-targets-cuda.json docs/costs.md
 
 Weights are random (each channel's scaled by a random factor, so that scores differ): only shapes matter to time. Each
 network is cut to the share of its time; the share of the score that is kept (squared magnitude in units of each layer's
@@ -14,8 +15,10 @@ takes as long, found by the same search. "measured" is measured once more at the
 
 from __future__ import annotations
 
+import json
 import math
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -98,8 +101,30 @@ def row(found: dict[str, Any]) -> list[str]:
     return [found["network"], found["mode"], *times, *macs, f"{found['dense_ms']:.2f}", f"{found['seconds']:.0f}"]
 
 
+SPOKEN = {
+    "resnet-56": "ResNet-56",
+    "resnet50": "ResNet-50",
+    "convnext_tiny": "ConvNeXt-T",
+    "vit_b_16": "ViT-B/16",
+}
+
+
+def table(record: dict[str, Any]) -> str:
+    """What a record holds, in Markdown."""
+    rows = ["| network | target | measured | score kept | MAC target: score kept at time |", "|---|--:|--:|--:|--:|"]
+    for found in record["lines"]:
+        name, measured = (
+            SPOKEN.get(found["network"], found["network"]),
+            f"{found['measured']:.3f} ± {found['error']:.3f}",
+        )
+        macs = f"{found['macs_kept']:.3f} at {found['macs_time']:.3f}" if "macs_kept" in found else ""
+        rows.append(f"| {name} | {found['asked']:.2f} | {measured} | {found['kept']:.3f} | {macs} |")
+    return "\n".join(rows) + "\n"
+
+
 def main() -> None:
     parser = measuring.words(__doc__)
+    parser.add_argument("--page", type=Path, nargs=2, help="only put the table of this record into this page")
     parser.add_argument("--models", nargs="+", default=["resnet-56", "resnet50", "convnext_tiny"])
     parser.add_argument("--shares", type=float, nargs="+", default=[0.7, 0.5])
     parser.add_argument("--batch", type=int, default=1)
@@ -107,6 +132,9 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="otherwise the network's own")
     parser.add_argument("--alone", action="store_true", help="without the MAC target of equal time")
     args = parser.parse_args()
+    if args.page:
+        record, page = args.page
+        return measuring.put(page, record.stem, table(json.loads(record.read_text(encoding="utf-8"))))
     if args.brief:
         args.models, args.shares = ["resnet-20"], [0.7]
     lines = []

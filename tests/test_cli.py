@@ -1,6 +1,7 @@
 """The commands, as a person meets them: what they print, and how they end."""
 
 import json
+import shutil
 
 import pytest
 
@@ -68,6 +69,19 @@ def test_the_same_command_on_a_finished_run_shows_it_again(command, tmp_path):
     status, out, _ = command("run", "demo", *QUICK)
     assert status == 0 and "finetuned" in out
     assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*.safetensors")} == before
+
+
+def test_a_finished_run_whose_checkpoints_were_deleted_is_not_trained_again(command, tmp_path):
+    command("run", "demo", *QUICK)
+    (folder,) = (tmp_path / "runs").iterdir()
+    shutil.rmtree(folder / "checkpoints")
+    metrics = (folder / "metrics.jsonl").read_bytes()
+    status, out, _ = command("run", "demo", *QUICK)
+    assert status == 0 and "finetuned" in out
+    assert (folder / "metrics.jsonl").read_bytes() == metrics and not (folder / "checkpoints").exists()
+    for other, told in (("seed=5", "made by another recipe"), ("finetune.lr=0.5", "would be overwritten")):
+        status, _, err = command("run", "demo", *QUICK, other, "--out", str(folder))
+        assert status == 2 and told in err and (folder / "metrics.jsonl").read_bytes() == metrics
 
 
 def test_cp_gives_a_recipe_that_runs(command, tmp_path):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import latency_targets
 import plan
 import trained_fronts
 from character_gpt import Characters
@@ -58,6 +59,14 @@ def test_tables_of_trained_transformers_are_those_of_their_records(task):
 def test_tables_of_plans_are_those_of_their_records(record):
     table = plan.table(json.loads(record.read_text(encoding="utf-8")))
     assert f"<!-- {record.stem} -->\n{table}" in (DOCS / "plan.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "record", sorted((DOCS.parent / "results" / "bench").glob("latency-targets-*.json")), ids=lambda p: p.stem
+)
+def test_tables_of_latency_targets_are_those_of_their_records(record):
+    table = latency_targets.table(json.loads(record.read_text(encoding="utf-8")))
+    assert f"<!-- {record.stem} -->\n{table}" in (DOCS / "costs.md").read_text(encoding="utf-8")
 
 
 def test_the_site_builds_without_a_warning(tmp_path):

@@ -133,9 +133,10 @@ def run(
 ) -> None:
     """Trains, regularizes, prunes and finetunes. Run the same command again to resume an interrupted run."""
     from deephoyer.lab import recipe as recipes
+    from deephoyer.lab.runs.folder import RunFolder
     from deephoyer.lab.train.distributed import rank
     from deephoyer.lab.train.progress import Silent, reporter
-    from deephoyer.lab.train.result import finish
+    from deephoyer.lab.train.result import finish, recorded
     from deephoyer.lab.train.run import Run
 
     changes = overrides or []
@@ -145,14 +146,16 @@ def run(
     if first:
         out.print(f"run folder: {place}")
     job = Run(chosen, place, reporter(out) if first else Silent(), recipes.Command(recipe, tuple(changes)))
+    done = RunFolder(place).has_result_of(chosen)
     try:
-        job.execute()
+        if not done:
+            job.execute()
     except KeyboardInterrupt:
         _complain(f"interrupted. Run the same command again to resume from the last checkpoint in {place}.")
         raise typer.Exit(130) from None
     if not first:
         return
-    _show(finish(job), place)
+    _show(recorded(RunFolder(place)) if done else finish(job), place)
     if not is_member():  # a hundred runs of a sweep need no hundred pages; `deephoyer report` makes any of them
         from deephoyer.lab.report import run_page
 

@@ -113,6 +113,13 @@ class RunFolder:
             raise UserError(f"{self.path / COMMAND}: is damaged: it should hold the words of the run's start.")
         return Command(base, tuple(overrides)) if base else None
 
+    def has_result_of(self, recipe: Recipe) -> bool:
+        """Whether this very recipe has come to its end here, even if its checkpoints have since been deleted."""
+        if not (self.path / "summary.json").exists():
+            return False
+        made = self.recipe()
+        return made is not None and (made.digest(), made.seed) == (recipe.digest(), recipe.seed)
+
     def write_words(self, command: Command | None, recipe: Recipe) -> None:
         """What was typed, what it came to, and the run's identity, by which other runs find it."""
         typed = {"base": command.base, "overrides": list(command.overrides)} if command else {"base": None}

@@ -138,6 +138,11 @@ class Run:
         found = checkpoint.newest(self.folder.checkpoints)
         state = State.read(found[1]) if found else self.state
         self.folder.check(self.recipe, state.stage, state.epoch + (state.step > 0), state.round)
+        if found is None and (self.folder / "summary.json").exists():
+            raise UserError(
+                f"run folder {self.folder.path}: holds the result of a run whose checkpoints are gone, which would be "
+                "overwritten. Give another folder with --out, or delete this one."
+            )
         return found
 
     def _build(self) -> None:
