@@ -201,6 +201,8 @@ class Trainer:
                 self.network.train()
                 pace = (time.monotonic() - began) / (i - begun_at)
                 print(f"  step {self.step}: {seen[-1]['score']:.4f}; {1e3 * pace:.2f} ms a step", flush=True)
+                if math.isnan(seen[-1]["score"]):
+                    raise SystemExit(f"the score is not a number any more at step {self.step}")
         self.network.zero_grad()
         best = self.task.shown.best(seen, key=lambda s: s["score"])
         numbers: dict[str, Any] = {"last": seen[-1]["score"], "best": best["score"], "best_step": best["step"]}
@@ -444,12 +446,15 @@ def _all(study: Study, chosen: argparse.Namespace) -> None:
 
 
 def _side_by_side(folder: Path, seeds: list[int]) -> None:
-    """Each seed in a process of its own, through MPS where there is one; what they say is in `seed-N.log`."""
+    """Each seed in a process of its own; what they say is in `seed-N.log`.
+
+    They take turns on a GPU, which each of them fills; compiled and through MPS all three came to NaN on an H200, which
+    none did without it.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     logs = [folder / f"seed-{seed}.log" for seed in seeds]
     with ExitStack() as stack:
-        added = stack.enter_context(gpu_sharing.mps(print, len(seeds)))
-        environment = {**os.environ, **gpu_sharing.quiet_threads(), **added}
+        environment = {**os.environ, **gpu_sharing.quiet_threads()}
         running = []
         for seed, log in zip(seeds, logs, strict=True):
             words = [sys.executable, *sys.orig_argv[1:], "--no-together", "--seeds", str(seed)]

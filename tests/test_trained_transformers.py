@@ -43,6 +43,13 @@ def test_a_tiny_network_goes_through_all_stages_and_resumes(monkeypatch, capsys,
     assert results(tmp_path)["magnitude-0-0.5-0"] == results(tmp_path / "at once")["magnitude-0-0.5-0"]
 
 
+def test_training_that_comes_to_nan_stops_and_keeps_nothing(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(Characters, "scores", lambda self, model: {"score": float("nan")})
+    with pytest.raises(SystemExit, match="not a number any more at step 4"):
+        said(monkeypatch, capsys, Characters, *SHORT, "--out", tmp_path)
+    assert not list(tmp_path.glob("*.safetensors"))
+
+
 def test_compiled_blocks_train_as_plain_ones_and_are_compiled_once(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("deephoyer.lab.train.compiling.BACKEND", "aot_eager")
     monkeypatch.setattr(Photographs, "brief", cifar_vit.Sizes(**{**vars(Photographs.brief), "dropout": 0.0}))
