@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from deephoyer.lab import recipe
-from deephoyer.lab.report import record, verify
+from deephoyer.lab import comparison, recipe
+from deephoyer.lab.report import methods_page, record, verify
 from deephoyer.lab.report.index import INDEX, index
 from deephoyer.lab.report.paper_tables import highlights
 from deephoyer.lab.report.results_page import page
@@ -167,3 +167,43 @@ def test_the_commands_of_records_give_folders_that_can_be_made(records):
     names = {recipe.folder_name(one.base, one.overrides) for one in records[::20]}
     assert len(names) == len(records[::20])
     assert max(len(name) for name in names) <= 80 and not any(set(name) & set(",= ") for name in names)
+
+
+@pytest.fixture(scope="module")
+def compared():
+    """Of the comparison that prose speaks of: its protocol and what it found."""
+    name = "lenet-300-100"
+    return comparison.read(name), methods_page.read(name)
+
+
+def test_prose_about_methods_has_the_numbers_of_the_comparison(compared):
+    protocol, content = compared
+
+    def accuracies(method):
+        return [100 * one.accuracy for one in methods_page.finals(protocol, content, method, protocol.middle)]
+
+    def better(*methods):
+        return f"{max(statistics.fmean(accuracies(method)) for method in methods):.2f}"
+
+    l1, hoyer_square = better("l1", "l1, effective counts"), better("Hoyer-Square", "Hoyer-Square, effective counts")
+    magnitude, chance = better("magnitude, one cut", "iterative magnitude"), better("random")
+    said = f"l1 has {l1} %, Hoyer-Square {hoyer_square}, pruning by magnitude {magnitude}, at random {chance}."
+    assert said in " ".join(text("README.md").split())
+    spread = [
+        f"{statistics.fmean(found):.2f} ± {statistics.stdev(found):.2f}"
+        for found in (accuracies("l1, effective counts"), accuracies("l1"))
+    ]
+    assert f"({spread[0]} against {spread[1]} %)" in text("docs/choosing.md")
+
+
+def test_prose_about_strengths_has_the_losses_of_the_comparison(compared):
+    def lost(method):
+        """By factor of the best strength, in points."""
+        found = methods_page.losses_near_best(*compared, method)
+        return {round(factor, 2): statistics.fmean(seeds) for factor, seeds in found.items()}
+
+    ours, l1 = lost("Hoyer-Square"), lost("l1")
+    page = " ".join(text("docs/choosing.md").split())
+    assert f"it loses {ours[4]:.1f} points at four times the best, {ours[8]:.1f} at eight times." in page
+    assert f"{ours[0.5]:.1f} points at half the best, {ours[0.25]:.0f} at a quarter." in page
+    assert f"{l1[0.25]:.1f} points at a quarter, {l1[4]:.1f} at four times, {l1[8]:.1f} at eight times" in page
