@@ -25,10 +25,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
-from measuring import machine, show, words, write
-from runs_in_time import Job, Records, at_once, once, pack_jobs, plan_rows, rates, scaled
+from measuring import machine, show, write
+from runs_in_time import Job, Records, at_once, list_words, once, pack_jobs, plan_rows, rates, scaled
 
 PACE = {"resnet-56": 1.1, "resnet-110": 2.2}
 """Seconds an epoch on an H200, of four at once one after the other."""
@@ -218,20 +217,11 @@ def rows(jobs: list[Job]) -> list[list[str]]:
 
 
 def main() -> None:
-    parser = words(__doc__)
+    parser = list_words(__doc__, list(PACE), [0, 1, 2], jobs=4)
     parser.add_argument("--items", nargs="+", choices=list(ITEMS), default=[name for name in ITEMS if name != "gpu"])
-    parser.add_argument("--networks", nargs="+", choices=list(PACE), default=list(PACE))
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--sizes", type=float, nargs="+", default=(), help="of points: 1.9 2.1 2.6 2.67")
-    parser.add_argument("--seconds", type=float, default=1e9, help="stop after these; the same command goes on")
-    parser.add_argument("--jobs", type=int, default=4, help="runs at once; 0 publishes and packs what is there")
-    parser.add_argument("--no-mps", action="store_true", help="let them take turns on a GPU")
     parser.add_argument("--scale", type=float, default=1.0, help="multiplies all epochs")
-    parser.add_argument("--publish", type=Path, help="write records into this folder")
-    parser.add_argument("--pack", type=Path, help="a folder for what another machine needs to go on")
     parser.add_argument("--rates", action="store_true", help="time the finished networks at the end")
-    parser.add_argument("--plan", action="store_true", help="say what there is to do, and do none of it")
-    parser.add_argument("changes", nargs="*", help="overrides for all runs, as of `deephoyer run`")
     chosen = parser.parse_args()
     plan = Plan(tuple(chosen.networks), tuple(chosen.seeds), chosen.scale, tuple(chosen.changes), tuple(chosen.sizes))
     items = {name: list(ITEMS[name](plan)) for name in chosen.items}

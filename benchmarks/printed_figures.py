@@ -20,10 +20,10 @@ from pathlib import Path
 
 from deephoyer.lab.report import own_settings
 from deephoyer.lab.report.own_settings import Figure
-from measuring import machine, show, words, write
-from runs_in_time import Job, Records, at_once, once, pack_jobs, plan_rows
+from measuring import machine, show, write
+from runs_in_time import Job, Records, at_once, list_words, once, pack_jobs, plan_rows
 
-PACE = {"lenet-300-100": 0.035, "lenet-5": 0.08}
+PACE = {"lenet-300-100": 0.035, "lenet-5": 0.055}
 """Seconds an epoch on an H200 ÷ runs at once."""
 APPENDIX = ", by the appendix"
 
@@ -67,17 +67,8 @@ def rows(done: Sequence[Job]) -> list[list[str]]:
 
 
 def main() -> None:
-    parser = words(__doc__)
+    parser = list_words(__doc__, list(PACE), [0, 1, 2, 3, 4], jobs=24)
     parser.add_argument("--items", nargs="+", choices=ITEMS, default=ITEMS)
-    parser.add_argument("--networks", nargs="+", choices=list(PACE), default=list(PACE))
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--seconds", type=float, default=1e9, help="stop after these; the same command goes on")
-    parser.add_argument("--jobs", type=int, default=14, help="runs at once; 0 publishes and packs what is there")
-    parser.add_argument("--no-mps", action="store_true", help="let them take turns on a GPU")
-    parser.add_argument("--publish", type=Path, help="write records into this folder")
-    parser.add_argument("--pack", type=Path, help="a folder for what another machine needs to go on")
-    parser.add_argument("--plan", action="store_true", help="say what there is to do, and do none of it")
-    parser.add_argument("changes", nargs="*", help="overrides for all runs, as of `deephoyer run`: no longer their own")
     chosen = parser.parse_args()
     records = Records(chosen.publish)
     known = Records(chosen.publish or Path("results")).there()

@@ -9,6 +9,7 @@ runs resume bit for bit. For machines that are given back, `pack` puts what the 
 
 from __future__ import annotations
 
+import argparse
 import gc
 import io
 import json
@@ -27,6 +28,7 @@ from typing import Any
 
 import torch
 
+import measuring
 from deephoyer.errors import UserError
 from deephoyer.export import load
 from deephoyer.files import folder_at, write_atomically
@@ -358,6 +360,21 @@ def plan_rows(jobs: Sequence[Job], pace: Mapping[str, float], items: Mapping[str
     counts = [len(total), sum(job.done() for job in total), sum(job.recipe.epochs for job in total)]
     rows.append(["all", *map(str, counts), str(sum(job.epochs_left() for job in total)), f"{left:.0f}"])
     return rows
+
+
+def list_words(about: str | None, networks: Sequence[str], seeds: Sequence[int], jobs: int) -> argparse.ArgumentParser:
+    """What every list that is worked off several at once takes."""
+    parser = measuring.words(about)
+    parser.add_argument("--networks", nargs="+", choices=networks, default=networks)
+    parser.add_argument("--seeds", type=int, nargs="+", default=seeds)
+    parser.add_argument("--seconds", type=float, default=1e9, help="stop after these; the same command goes on")
+    parser.add_argument("--jobs", type=int, default=jobs, help="runs at once; 0 publishes and packs what is there")
+    parser.add_argument("--no-mps", action="store_true", help="let them take turns on a GPU")
+    parser.add_argument("--publish", type=Path, help="write records into this folder")
+    parser.add_argument("--pack", type=Path, help="a folder for what another machine needs to go on")
+    parser.add_argument("--plan", action="store_true", help="say what there is to do, and do none of it")
+    parser.add_argument("changes", nargs="*", help="overrides for all runs, as of `deephoyer run`")
+    return parser
 
 
 # From one machine to another

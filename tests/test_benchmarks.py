@@ -18,6 +18,7 @@ import input_pipeline
 import latency_targets
 import others_networks
 import plan
+import printed_figures
 import regularizer
 import runs_in_time
 import tiny_imagenet
@@ -270,6 +271,16 @@ def test_what_is_packed_keeps_within_its_size_and_names_what_found_no_room(monke
     assert runs_in_time.pack(folders, tmp_path / "home", 12_000) == [str(jobs[1].folder)]
     assert sum(path.stat().st_size for path in (tmp_path / "home").iterdir()) < 12_000
     assert jobs[1].epochs_left() == 1 and jobs[1].recipe.epochs == 2
+
+
+@pytest.mark.parametrize("item", printed_figures.ITEMS)
+def test_the_runs_of_a_printed_figure_are_those_that_its_table_looks_for(item):
+    figures, jobs = printed_figures.figures(item), list(printed_figures.jobs(item, (0, 3)))
+    wanted = [(recipe.Command.parse(figure.words).read().digest(), seed) for figure in figures for seed in (0, 3)]
+    assert [job.identity for job in jobs] == wanted
+    assert [job.keep_weights for job in jobs] == [True, False] * len(figures)
+    if item == "appendix":
+        assert {job.row for job in jobs} == {"transformed l1", "Hoyer", "Hoyer-Square", "Group-HS"}
 
 
 def test_every_run_of_the_cifar_fronts_starts_from_one_that_comes_before_it():
