@@ -448,8 +448,8 @@ def _all(study: Study, chosen: argparse.Namespace) -> None:
 def _side_by_side(folder: Path, seeds: list[int]) -> None:
     """Each seed in a process of its own; what they say is in `seed-N.log`.
 
-    They take turns on a GPU, which each of them fills; compiled and through MPS all three came to NaN on an H200, which
-    none did without it.
+    They take turns on a GPU, which each of them fills. Through MPS, and compiled for the first time, three came to NaN
+    on an H200; without MPS, with what had been compiled by then, they did not.
     """
     folder.mkdir(parents=True, exist_ok=True)
     logs = [folder / f"seed-{seed}.log" for seed in seeds]
