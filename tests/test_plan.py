@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 from pathlib import Path
 
@@ -230,6 +231,79 @@ def test_the_epoch_that_is_kept_is_the_best_after_the_last_prune():
         plan.epoch(score)
     plan.finish()
     assert plan.report.epoch == 5 and all(torch.equal(t, kept[4][n]) for n, t in model.state_dict().items())
+
+
+def hooks_of(optimizer):
+    return [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
+
+
+def plan_with_every_hook(model, optimizer):
+    """In its second round: the penalty presses, the zeros of the first prune are held, and steps are looked at."""
+    plan = Plan(model, X, optimizer, Target(macs=0.3), 4, strength=1e-3, control=False, stages=Stages(0, 0.5), rounds=2)
+    train(model, optimizer, 0, count=2)
+    plan.epoch()
+    return plan
+
+
+def fill(model):
+    """As where weights are loaded: nothing is zero."""
+    with torch.no_grad():
+        model[0].weight.add_(0.1)
+
+
+def test_a_plan_that_is_stopped_leaves_model_and_optimizer_alone():
+    model = network()
+    optimizer = adam(model)
+    plan = plan_with_every_hook(model, optimizer)
+    assert len(hooks_of(optimizer)) == 3
+    state = plan.state_dict()
+    plan.stop()
+    plan.stop()
+    assert not hooks_of(optimizer)
+    fill(model)
+    train(model, optimizer, 1)
+    assert plan.masks.undone(model) == ["0.weight"]
+    with pytest.raises(dh.UserError, match=r"it was stopped after 1 of 4"):
+        plan.epoch()
+    plan.load_state_dict(state)
+    assert len(hooks_of(optimizer)) == 3 and not plan.masks.undone(model), "a state that is loaded goes on"
+    plan.stop()
+    assert macs_share(plan.finish(), model) == pytest.approx(0.3, rel=0.05) and not hooks_of(optimizer)
+
+
+def test_an_exception_that_leaves_a_plan_takes_its_hooks_along():
+    model = network()
+    optimizer = adam(model)
+    with pytest.raises(RuntimeError, match="out of memory"), plan_with_every_hook(model, optimizer) as plan:
+        raise RuntimeError("out of memory")
+    assert not hooks_of(optimizer) and plan.stage == "regularize"
+
+
+def test_a_plan_that_nobody_has_any_more_does_nothing():
+    def trained(drop):
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        plan = plan_with_every_hook(model, optimizer)
+        drop(plan)
+        del plan
+        fill(model)
+        train(model, optimizer, 1)
+        return model.state_dict()
+
+    stopped, dropped = trained(Plan.stop), trained(lambda plan: None)
+    assert all(torch.equal(stopped[name], dropped[name]) for name in stopped)
+
+
+def test_a_plan_may_be_collected_while_the_optimizer_calls_its_hooks():
+    model = network()
+    optimizer = adam(model)
+    optimizer.register_step_post_hook(lambda *_: gc.collect())
+    circle = [plan_with_every_hook(model, optimizer)]
+    circle.append(circle)
+    del circle
+    fill(model)
+    train(model, optimizer, 1, count=2)
+    assert model[0].weight.flatten(1).any(1).all()
 
 
 def test_a_score_that_is_no_number_is_the_worst_of_all():

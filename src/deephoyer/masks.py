@@ -170,7 +170,7 @@ class Hold:
         self._optimizer, self._all = optimizer, drops
         self._zero, self._replaced = Zeroing(), replaced
         self._take()
-        self._handle = optimizer.register_step_post_hook(lambda *_: self.zero_())
+        self.handle = optimizer.register_step_post_hook(lambda *_: self.zero_())
         self.zero_()
 
     def _take(self) -> None:
@@ -201,7 +201,7 @@ class Hold:
         self._zero(pairs)
 
     def release(self) -> None:
-        self._handle.remove()
+        self.handle.remove()
 
 
 def _held(optimizer: torch.optim.Optimizer) -> set[int]:

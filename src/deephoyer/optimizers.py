@@ -30,6 +30,20 @@ def bare(optimizer: Any) -> torch.optim.Optimizer:
     return found
 
 
+def silence(handle: Any) -> None:
+    """Makes a hook do nothing from now on, for when an object is collected.
+
+    That may be at any moment, as while an optimizer calls its hooks, when none may be removed.
+    """
+    hooks = handle.hooks_dict_ref()
+    if hooks is not None and handle.id in hooks:
+        hooks[handle.id] = _do_nothing
+
+
+def _do_nothing(*_: Any) -> None:
+    return None
+
+
 class Replaced:
     """Tells when a parameter was replaced in its model: a hook and an optimizer would go on with the old tensor.
 

@@ -11,10 +11,11 @@ import copy
 import html
 import math
 import warnings
+import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Unpack
+from typing import Any, Self, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ from deephoyer.errors import score as score_of
 from deephoyer.groups import Grouping
 from deephoyer.inference import Examples
 from deephoyer.masks import Hold, Masks
-from deephoyer.optimizers import bare
+from deephoyer.optimizers import bare, silence
 from deephoyer.penalties import Penalty, wide
 from deephoyer.regularizer import Regularizer
 from deephoyer.targets import Target
@@ -129,9 +130,11 @@ class Plan:
         self._share = self.cutter.share_now()
         self._best: dict[str, Any] | None = None
         self._held: list[Hold] = []
-        self._watch: Any = None
+        self._watch: list[Any] = []  # the hook that looks at steps, while there is one
         self._attached = False
+        self._stopped = False
         self._stepped = False  # whether an optimizer of the plan was seen to make a step
+        weakref.finalize(self, _silence_hooks, self.regularizer, self._held, self._watch).atexit = False
         if self.pull or self._given:  # what no optimizer holds is told now, not in the middle of training
             self.regularizer.attach(*self.optimizers).detach()
         self._follow()
@@ -199,6 +202,8 @@ class Plan:
         score = agreed(None if score is None else score_of(score, "plan: the score"))
         if self.target.drop is not None and score is None and not self.by_steps:
             raise UserError("plan: the target allows a drop, so it needs your validation score: plan.epoch(score).")
+        if self._stopped:
+            raise UserError(f"plan: it was stopped after {self.done} of {self.total}; make a new one to go on.")
         stage = self.stage
         self.done += 1
         if told or score is not None:
@@ -236,6 +241,21 @@ class Plan:
         self.report = self._reported(small)
         return small
 
+    def stop(self) -> None:
+        """Takes everything off the optimizer: nothing is regularized and no zeros are held from now on.
+
+        The model stays as it is. `finish()` may still be called. Used as `with Plan(...) as plan:`, a plan is stopped
+        when the block is left, by an exception as well; one that is dropped stops by itself.
+        """
+        self._release()
+        self._stopped = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
     # Regularizing
 
     def _follow(self) -> None:
@@ -247,8 +267,8 @@ class Plan:
             kept = self.cutter.plan(self.share_of_level(self.level + 1)).kept()
             now = self.regularizer.effective_density().item()
             self._enough = now + PART_OF_THE_WAY * (kept * self._density_whole - now)
-        if self._watch is None and (self.pull or self._given):
-            self._watch = self.optimizers[-1].register_step_post_hook(self._look)
+        if not self._watch and (self.pull or self._given):
+            self._watch.append(self.optimizers[-1].register_step_post_hook(_weakly(self._look)))
         self._attach()
 
     def _attach(self) -> None:
@@ -259,9 +279,9 @@ class Plan:
     def _detach(self) -> None:
         self.regularizer.detach()
         self._attached = False
-        if self._watch is not None:
-            self._watch.remove()
-            self._watch = None
+        for handle in self._watch:
+            handle.remove()
+        self._watch.clear()
 
     def _calibrated(self) -> bool:
         return len(self._probed) >= PROBES
@@ -313,7 +333,7 @@ class Plan:
         return self.level == 0 or (score is not None and self._within(score))
 
     def _prune(self, level: int) -> None:
-        if self._watch is not None and not self._stepped:
+        if self._watch and not self._stepped:
             self._tell("the optimizer given made no step while it regularized: does another one train the model?")
         cut = agreed(self.cutter.aim(self.share_of_level(level)))
         assert isinstance(cut, Cut)
@@ -322,10 +342,9 @@ class Plan:
         self._enough, self._resting = None, False
 
     def _hold(self, masks: Masks) -> None:
-        for held in self._held:
-            held.release()
+        self._let_zeros_go()
         self.masks = masks
-        self._held = [masks.hold(o, self.model) for o in self.optimizers if _holds_some(o, self.model)]
+        self._held += [masks.hold(o, self.model) for o in self.optimizers if _holds_some(o, self.model)]
 
     def _keep_zeros(self) -> None:
         """What the hooks can't see: weights put into the model from elsewhere, or trained by somebody else."""
@@ -340,9 +359,12 @@ class Plan:
 
     def _release(self) -> None:
         self._detach()
+        self._let_zeros_go()
+
+    def _let_zeros_go(self) -> None:
         for held in self._held:
             held.release()
-        self._held = []
+        self._held.clear()
 
     # Scores
 
@@ -409,6 +431,7 @@ class Plan:
         if state["total"] != self.total:
             raise UserError(f"plan: this state is of a plan of {state['total']}, not {self.total}; make it the same.")
         self._release()
+        self._stopped = False
         self.done, self.level = int(state["done"]), int(state["level"])
         self.regularizer.load_state_dict(state["regularizer"])
         self._best = None if state["best"] is None else dict(state["best"])
@@ -511,6 +534,23 @@ class PlanReport:
             score = f"{line['score']:.4f}" if "score" in line else ""
             cells.append([line["stage"], f"{line[unit]:,}", f"{line['share']:.4f}", strength, score])
         return text_table("stages", ["stage", unit, "share", "strength", "score"], cells)
+
+
+def _silence_hooks(regularizer: Regularizer, held: list[Hold], watch: list[Any]) -> None:
+    """What a plan leaves on optimizers when nobody has it any more."""
+    for handle in (*regularizer.handles, *(hold.handle for hold in held), *watch):
+        silence(handle)
+
+
+def _weakly(method: Any) -> Any:
+    """A hook that does not keep the object alive whose method it calls."""
+    held = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> None:
+        if (method := held()) is not None:
+            method(*args)
+
+    return call
 
 
 def _kept(value: Any) -> Any:

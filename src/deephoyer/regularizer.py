@@ -74,7 +74,7 @@ class Regularizer:
             self.terms.append(Term(kind, unit, self.penalty, scale))
         self.left_out = left_out(model, (name for _, unit in found for name in unit.names))
         self._replaced = Replaced(model, (t for term in self.terms for t in term.unit.tensors), "attach()")
-        self._handles: list[Any] = []
+        self.handles: list[Any] = []
         self._backend = choose(self.terms, backend)
         self._backend_name = backend
         for term in self.terms:
@@ -86,12 +86,12 @@ class Regularizer:
     def loss(self) -> Tensor:
         """The penalty, to be added to the training loss; call `step()` yourself if the strength is scheduled."""
         total = torch.stack([term.value().to(self.terms[0].scale) for term in self.terms]).sum()
-        if self._handles and total.requires_grad:
+        if self.handles and total.requires_grad:
             total.register_hook(self._tell_twice)
         return total
 
     def _tell_twice(self, grad: Tensor) -> None:
-        if self._handles:
+        if self.handles:
             warnings.warn(
                 "reg.loss() is in the loss of a regularizer that is attached: its gradient counts twice. "
                 "Leave it out of the loss, or detach().",
@@ -147,7 +147,7 @@ class Regularizer:
         each, as it is then. With AMP's GradScaler the gradient is added after unscaling; a fused optimizer that
         unscales by itself gets it scaled likewise. Clipping comes before the step, so it does not touch the penalty.
         """
-        if self._handles:
+        if self.handles:
             raise UserError("this regularizer is attached already; call detach() first.")
         optimizers = tuple(dict.fromkeys(bare(optimizer) for optimizer in optimizers))
         if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
@@ -157,14 +157,14 @@ class Regularizer:
             )
         for optimizer, backends in zip(optimizers, self._share_out(optimizers), strict=True):
             hook = torch.compiler.disable(self._hook(backends, optimizer is optimizers[-1]))  # in a compiled step, too
-            self._handles.append(optimizer.register_step_pre_hook(hook))
+            self.handles.append(optimizer.register_step_pre_hook(hook))
         return self
 
     def detach(self) -> None:
         """Undoes `attach`."""
-        for handle in self._handles:
+        for handle in self.handles:
             handle.remove()
-        self._handles.clear()
+        self.handles.clear()
 
     def _share_out(self, optimizers: tuple[torch.optim.Optimizer, ...]) -> list[list[Backend]]:
         """For each optimizer what adds the gradients of its parameters: terms that are its own, and parts of others."""

@@ -98,6 +98,10 @@ class PlanCallback(Callback):
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self.small = self._there().finish()
 
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        if self.plan is not None:
+            self.plan.stop()
+
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """When the last checkpoint is written: those hold the whole network, with which training can go on."""
         if self.small is None:
