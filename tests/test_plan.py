@@ -213,6 +213,49 @@ def test_where_size_and_drop_conflict_the_drop_wins_and_the_plan_says_how_far_it
     assert "asked for: 0.25 of the MACs, losing at most 0.02" in str(plan.report)
 
 
+LOST = "cutting further lost more than the drop of 0.02 that is allowed"
+UNKNOWN = "it was pruned further, but no score was given after that"
+UNASKED = "no score was given when the next prune was due"
+
+
+@pytest.mark.parametrize(
+    ("regularize", "scores", "why"),
+    [
+        (0.25, [0.9, 0.9], "finished after 2 of 8, before the next prune was due"),
+        (0.25, [0.9, 0.9, 0.9, 0.7], LOST),
+        (0.25, [0.9, 0.9, 0.9, None, None], UNKNOWN),
+        (0.25, [0.9, 0.9, 0.9, 0.89], UNKNOWN),
+        (0.25, [0.9, 0.9, 0.9, 0.89, 0.7], LOST),
+        (0.5, [0.9, 0.9, 0.9, 0.9, 0.89, None, None], UNASKED),
+        (0.5, [0.9, 0.9, 0.9, 0.9, 0.89, 0.7], "the score was too low when the next prune was due"),
+    ],
+)
+def test_a_report_says_of_a_drop_only_what_scores_have_shown(regularize, scores, why):
+    model = network()
+    optimizer = adam(model)
+    settings = {"stages": Stages(0.25, regularize), "rounds": 2, "pull": 0}  # prunes after 3 and 4 steps, or 4 and 6
+    plan = Plan(model, X, optimizer, Target(macs=0.25, drop=0.02), steps=8, **settings)
+    for step, score in enumerate(scores):
+        train(model, optimizer, step, count=1)
+        plan.step(score)
+    plan.finish()
+    (note,) = plan.report.notes
+    assert note.endswith(f"0.25 was asked for: {why}."), note
+
+
+def test_a_score_from_before_the_last_prune_is_not_that_of_the_pruned_network():
+    model = network()
+    plan = Plan(model, X, adam(model), Target(macs=0.5), 4, pull=0)
+    plan.epoch(0.9)
+    plan.finish()
+    assert plan.report.score is None and "none was given for these weights; 0.9000 before" in str(plan.report)
+    plan = Plan(model, X, adam(model), Target(macs=0.5, drop=0.1), steps=2, rounds=1, pull=0, baseline=0.9)
+    plan.step()
+    plan.step()
+    plan.finish()
+    assert plan.report.notes == ["no score was given after the last prune: what it lost is not known."]
+
+
 def test_a_prune_waits_until_the_score_is_back():
     plan, small, model = scored_run([0.9, 0.9, 0.9, 0.8, 0.8, 0.89, 0.89, 0.89], stages=Stages(0.25, 0.25), rounds=2)
     shares = [line["share"] for line in plan.history]

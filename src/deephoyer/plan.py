@@ -451,25 +451,39 @@ class Plan:
 
     def _reported(self, small: nn.Module) -> PlanReport:
         reached = self.cutter.share_of(small)
-        scores = [line["score"] for line in self.history if "score" in line]
-        score = self._best["score"] if self._best else (scores[-1] if scores else None)
         notes = list(self.notes)
         if (why := self.cutter.why_not(reached)) is not None:
             if self.level < self.rounds:
-                lost = f"cutting further lost more than the drop of {self.target.drop:g} that is allowed"
-                lost = "no score was given to measure the drop from" if self.base is None else lost
-                why = f"{why.partition(':')[0]}: {lost}."
+                why = f"{why.partition(':')[0]}: {self._why_no_further()}."
             notes.append(why)
+        if self.target.drop is not None and self.level > 0 and self._best is None:
+            notes.append("no score was given after the last prune: what it lost is not known.")
         return PlanReport(
             target=self.target,
             reached=reached,
             epoch=int(self._best["epoch"]) if self._best else self.done,
-            score=score,
+            score=self._best["score"] if self._best else None,
             base=self.base,
             widths=self.cutter.widths(),
             notes=notes,
             history=self.history,
         )
+
+    def _why_no_further(self) -> str:
+        """Why not all rounds are in what is handed back, as far as scores have shown."""
+        if self.base is None:
+            return "no score was given to measure the drop from"
+        unit = "step" if self.by_steps else "epoch"
+        shares = {line[unit]: line["share"] for line in self.history if "score" in line}
+        kept = shares[self._best["epoch"]] if self._best else self._share
+        if any(share < kept for share in shares.values()):
+            return f"cutting further lost more than the drop of {self.target.drop:g} that is allowed"
+        if self._share < kept:
+            return "it was pruned further, but no score was given after that"
+        if self.done < self.moments[self.level]:
+            return f"finished after {self.done} of {self.total}, before the next prune was due"
+        scored = any(at >= self.moments[self.level] and share == kept for at, share in shares.items())
+        return f"{'the score was too low' if scored else 'no score was given'} when the next prune was due"
 
 
 @dataclass(frozen=True)
@@ -510,6 +524,8 @@ class PlanReport:
         if self.score is not None:
             before = "" if self.base is None else f", {self.base:.4f} before the first prune"
             lines.append(f"score:     {self.score:.4f}{before}")
+        elif self.base is not None:
+            lines.append(f"score:     none was given for these weights; {self.base:.4f} before the first prune")
         lines += [f"note:      {note}" for note in self.notes]
         if self.widths:
             cells = [[name, why, f"{before:,}", f"{after:,}"] for name, before, after, why in self.widths]
