@@ -617,6 +617,29 @@ def test_the_page_about_plans_runs_as_it_stands(capsys):
     assert "asked for: 0.4 of the MACs" in capsys.readouterr().out
 
 
+def test_a_report_names_the_layers_that_eval_mode_never_calls():
+    class Auxiliary(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head, self.auxiliary = nn.Linear(8, 32), nn.Linear(32, 4), nn.Linear(32, 4)
+
+        def forward(self, x):
+            x = self.body(x).relu()
+            return (self.head(x), self.auxiliary(x)) if self.training else self.head(x)
+
+    torch.manual_seed(0)
+    model = Auxiliary()
+    optimizer = adam(model)
+    plan = Plan(model, torch.randn(4, 8), optimizer, Target(macs=0.5), 2, rounds=1)
+    for _ in range(2):
+        sum(out.square().mean() for out in model(torch.randn(8, 8))).backward()
+        optimizer.step()
+        plan.epoch()
+    plan.finish()
+    assert plan.report.idle == ["auxiliary"] == plan.report.to_json()["idle"]
+    assert "not called in eval mode, so unchanged; may no longer fit in training: auxiliary" in str(plan.report)
+
+
 def test_a_density_beyond_reach_goes_as_far_as_it_can_and_says_why():
     """No layer is emptied, and of four layers at least one weight each stays."""
     model = network()

@@ -29,6 +29,8 @@ from deephoyer.masks import Hold, Masks
 from deephoyer.optimizers import bare, silence
 from deephoyer.penalties import Penalty, wide
 from deephoyer.regularizer import Regularizer
+from deephoyer.structure import compact_report
+from deephoyer.structure.compact import idle_line
 from deephoyer.targets import Target
 from deephoyer.text_table import text_table
 from deephoyer.weights import named_parameters, unwrap
@@ -467,6 +469,7 @@ class Plan:
             widths=self.cutter.widths(),
             notes=notes,
             history=self.history,
+            idle=compact_report(small).idle if hasattr(small, "compact_report") else [],
         )
 
     def _why_no_further(self) -> str:
@@ -488,7 +491,11 @@ class Plan:
 
 @dataclass(frozen=True)
 class PlanReport:
-    """What a plan came to: the share that was asked for and the one reached, the score, and every set's width."""
+    """What a plan came to: the share that was asked for and the one reached, the score, and every set's width.
+
+    `idle` are layers that eval mode never calls (auxiliary heads): they are as they were, and may no longer fit what
+    feeds them in training.
+    """
 
     target: Target
     reached: float
@@ -498,6 +505,7 @@ class PlanReport:
     widths: list[tuple[str, int, int, str]]
     notes: list[str] = field(default_factory=list)
     history: list[dict[str, Any]] = field(default_factory=list)
+    idle: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, for a log of any kind."""
@@ -509,6 +517,7 @@ class PlanReport:
             "score_before": self.base,
             "widths": {name: [before, after] for name, before, after, _ in self.widths},
             "notes": self.notes,
+            "idle": self.idle,
             "history": self.history,
         }
 
@@ -527,6 +536,7 @@ class PlanReport:
         elif self.base is not None:
             lines.append(f"score:     none was given for these weights; {self.base:.4f} before the first prune")
         lines += [f"note:      {note}" for note in self.notes]
+        lines += [f"idle:      {idle_line(self.idle)}"] if self.idle else []
         if self.widths:
             cells = [[name, why, f"{before:,}", f"{after:,}"] for name, before, after, why in self.widths]
             lines.append(text_table("widths", ["channels of", "kept because", "before", "after"], cells, words=2))

@@ -83,11 +83,12 @@ class CompactReport:
         lines += [f"constants kept before {layer or 'some layers'}: {why}" for layer, (_, why) in self.kept.items()]
         lines += [f"layers removed: {', '.join(self.dropped)}"] if self.dropped else []
         lines += [f"joints around: {', '.join(self.joints)}"] if self.joints else []
-        if self.idle:
-            lines.append(
-                f"not called in eval mode, so unchanged; may no longer fit in training: {', '.join(self.idle)}"
-            )
+        lines += [idle_line(self.idle)] if self.idle else []
         return "\n".join(lines)
+
+
+def idle_line(names: list[str]) -> str:
+    return f"not called in eval mode, so unchanged; may no longer fit in training: {', '.join(names)}"
 
 
 @outside_inference_mode
