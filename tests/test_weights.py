@@ -3,11 +3,14 @@
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 import deephoyer as dh
 from deephoyer.weights import find_weights
+
+X = torch.randn(2, 8)
 
 
 class Net(nn.Module):
@@ -153,6 +156,58 @@ def test_gpt2_is_found_with_its_transposed_matrices():
     assert [unit.name for unit in (term.unit for term in reg.terms)] == [*block, "lm_head.weight"]
     assert [len(term.magnitudes()) for term in reg.terms] == [24, 8, 32, 8, 11]
     assert reg.left_out["transformer.wpe.weight"] == "embedding"
+
+
+class Loose(nn.Module):
+    """No layers: matrices that the forward multiplies by itself, either way round."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.bias = nn.Parameter(torch.randn(8, 32) / 3), nn.Parameter(torch.zeros(32))
+        self.second = nn.Parameter(torch.randn(4, 32) / 3)
+        self.norm = nn.LayerNorm((2, 2))
+
+    def forward(self, x):
+        return self.norm(F.linear((x @ self.first + self.bias).relu(), self.second).unflatten(-1, (2, 2)))
+
+
+def test_without_any_layer_the_matrices_themselves_are_the_weights():
+    model = Loose()
+    assert names(model) == ["first", "second"] == names(model, ["!bias"])
+    reg = dh.Regularizer(model)
+    reg.add_grad_()
+    assert model.first.grad.any() and reg.left_out == dict.fromkeys(
+        ("bias", "norm.weight", "norm.bias"), "bias or norm"
+    )
+    assert dh.prune(model, dh.Density(0.25)).density == 0.25
+    total = dh.summary(model, X, latency=False).total
+    assert (total.weights, total.nonzeros, total.macs_executed) == (384, 96, 384)
+
+
+@pytest.mark.parametrize("target", [{"macs": 0.5}, {"parameters": 0.5}, {"density": 0.5}])
+def test_a_network_without_any_layer_is_taken_to_its_target(target):
+    torch.manual_seed(0)
+    model = Loose()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plan = dh.Plan(model, X, optimizer, dh.Target(**target), 2, rounds=1)
+    for _ in range(2):
+        model(torch.randn(16, 8)).square().mean().backward()
+        optimizer.step()
+        plan.epoch()
+    small = plan.finish()
+    assert plan.report.reached == pytest.approx(0.5, rel=0.05)
+    assert "density" in target or (len(small.second.T) == small.first.shape[1] == len(small.bias) == 16)
+    torch.testing.assert_close(small(X), model(X))
+
+
+def test_a_model_without_trainable_weights_is_told_what_there_is_and_how_it_is_named():
+    net = nn.Sequential(nn.Embedding(5, 4), nn.LayerNorm(4))
+    with pytest.raises(
+        dh.UserError, match=r"Trainable are 0\.weight \(5×4\), 1\.weight \(4\), 1\.bias \(4\): .*parameters="
+    ):
+        find_weights(net)
+    with pytest.raises(dh.UserError, match="recurrent weights, and nothing else that is trainable"):
+        find_weights(net.requires_grad_(False))
 
 
 def test_what_is_left_out_is_named_with_what_it_is():

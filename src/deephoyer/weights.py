@@ -21,6 +21,7 @@ from deephoyer.errors import UserError, shown
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 LAYERS = (nn.Linear, *CONVOLUTIONS, *TRANSPOSED)
+UNKNOWN_USE = "of unknown use"
 WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
 
@@ -42,8 +43,9 @@ def find_weights(model: nn.Module, parameters: str | Iterable[str] | None = None
     """The parameters that match the glob patterns `parameters`, each once however often it is tied.
 
     By default what inputs are multiplied by: weights of linear, convolution and recurrent layers, projections of
-    attention, Hugging Face's `Conv1D`; no biases, norms or embeddings (`left_out` names them). A pattern that
-    starts with `!` takes out what earlier ones took in, or of the default if there are only such.
+    attention, Hugging Face's `Conv1D`; no biases, norms or embeddings (`left_out` names them). A model without any such
+    layer has every matrix of its own taken, dimension 0 for its outputs. A pattern that starts with `!` takes out what
+    earlier ones took in, or of the default if there are only such.
     Frozen parameters are left alone unless `frozen` is true; empty ones always are.
 
     >>> [w.name for w in find_weights(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))]
@@ -78,7 +80,8 @@ def find_weights(model: nn.Module, parameters: str | Iterable[str] | None = None
         )
     if not found:
         raise UserError(
-            "no parameters to work on: the model has no trainable linear, convolution or recurrent weights."
+            "no parameters to work on: the model has no trainable linear, convolution or recurrent weights"
+            f"{_trainable(model)}."
         )
     return list(found.values())
 
@@ -117,13 +120,16 @@ def left_out(model: nn.Module, covered: Iterable[str]) -> dict[str, str]:
             found[name] = "what a weight is computed from"
         elif name in default:
             found[name] = "in no group" if tensor.requires_grad else "frozen"
-        elif issubclass(owner, (nn.Embedding, nn.EmbeddingBag)):
-            found[name] = "embedding"
-        elif tensor.dim() < 2 or "Norm" in owner.__name__:
-            found[name] = "bias or norm"
         else:
-            found[name] = "of unknown use"
+            found[name] = _use(owner, tensor)
     return found
+
+
+def _use(owner: type[nn.Module], tensor: Tensor) -> str:
+    """What a parameter that is no known layer's weight is likely to be, by the class of its module."""
+    if issubclass(owner, (nn.Embedding, nn.EmbeddingBag)):
+        return "embedding"
+    return "bias or norm" if tensor.dim() < 2 or "Norm" in owner.__name__ else UNKNOWN_USE
 
 
 def told(left: Mapping[str, str]) -> str:
@@ -220,7 +226,19 @@ def _default(model: nn.Module, computed: bool = False) -> dict[str, tuple[Tensor
             tensor = getattr(module, name, None) if computed else module._parameters.get(name)
             if isinstance(tensor, Tensor):
                 found[f"{prefix}.{name}".removeprefix(".")] = (tensor, place)
-    return found
+    return found or _matrices(model)
+
+
+def _matrices(model: nn.Module) -> dict[str, tuple[Tensor, tuple[int, int, int]]]:
+    """What a model without known layers has instead: matrices that its forward multiplies by itself (`x @ self.w`)."""
+    if _computed(model):
+        return {}
+    owners = {name: type(module) for name, module in named_modules(model)}
+    return {
+        name: (tensor, (0, 1, 1))
+        for name, tensor in named_parameters(model)
+        if not is_lazy(tensor) and _use(owners.get(name.rpartition(".")[0], nn.Module), tensor) == UNKNOWN_USE
+    }
 
 
 def _places(module: nn.Module) -> dict[str, tuple[int, int, int]]:
@@ -256,6 +274,16 @@ def _by_its_sizes(module: nn.Module) -> dict[str, tuple[int, int, int]]:
     if getattr(module, "nf", None) == weight.shape[1]:
         return {"weight": (1, 0, 1)}
     return {}
+
+
+def _trainable(model: nn.Module) -> str:
+    """What there is instead of weights, and how to choose from it, as the end of a sentence."""
+    shapes = {name: "×".join(map(str, t.shape)) for name, t in named_parameters(model) if t.requires_grad}
+    if not shapes:
+        return ", and nothing else that is trainable"
+    some = ", ".join(f"{name} ({shape})" for name, shape in list(shapes.items())[:6])
+    more = ", …" if len(shapes) > 6 else ""
+    return f". Trainable are {some}{more}: name what is meant, as in parameters=[{next(iter(shapes))!r}]"
 
 
 def _computed(model: nn.Module) -> list[str]:
