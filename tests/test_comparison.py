@@ -375,6 +375,41 @@ def test_a_comparison_runs_to_its_end_goes_on_after_a_stop_and_writes_its_page(c
     assert last.start and last.pretrain is None
 
 
+def test_results_of_one_protocol_do_not_replace_those_of_another(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("deephoyer.lab.sweep.run_queue", lambda *_, **__: pytest.fail("told before anything runs"))
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "a" / "mine.yaml").write_text(MINIATURE)
+    (tmp_path / "b" / "mine.yaml").write_text(MINIATURE.replace("sizes: [0.1]", "sizes: [0.2]"))
+    (tmp_path / "a" / "lenet-5.yaml").write_text(MINIATURE)
+    methods_page.write(Comparison("lenet-5"))
+    kept = methods_page.write(Comparison("a/mine.yaml")).read_text()
+    code, _, error = command("compare", "a/lenet-5.yaml", "--write")
+    assert code == 2 and "'lenet-5' that comes with deephoyer" in " ".join(error.split())
+    code, _, error = command("compare", "b/mine.yaml", "--write")
+    assert code == 2 and "mine.json has the results of another protocol than b/mine.yaml" in " ".join(error.split())
+    assert Path("results/methods/mine.json").read_text() == kept
+    retitled = MINIATURE.replace("a miniature", "the same under another title").replace(
+        "choose: 1\n", "choose: 1 # so\n"
+    )
+    (tmp_path / "b" / "mine.yaml").write_text(retitled)
+    methods_page.write(Comparison("b/mine.yaml"))
+
+
+def test_results_without_a_protocol_belong_to_the_comparison_that_comes_with_the_package(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    content = Told("lenet-300-100", lambda job: 0.9, only=["l1", "random"]).content()
+    path = Path("results/methods/lenet-300-100.json")
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({key: value for key, value in content.items() if key != "protocol"}))
+    assert "| l1 |" in methods_page.page()
+    methods_page.write(Told("lenet-300-100", lambda job: 0.8, only=["l1", "random"]))
+    assert "80.00" in methods_page.page()
+    path.write_text(json.dumps({**content, "protocol": "somebody's own"}))
+    assert "| l1 |" not in methods_page.page()
+
+
 def test_the_page_of_methods_is_made_from_what_is_kept():
     made = methods_page.page(ROOT / "results" / "methods", ROOT / "docs" / "figures")
     assert made == (ROOT / "docs" / "methods.md").read_text(encoding="utf-8"), "stale: run `deephoyer compare all`"

@@ -134,6 +134,11 @@ class Protocol(BaseModel):
         """The seeds of the chosen settings."""
         return range(self.choose, self.choose + self.final)
 
+    def digest(self) -> str:
+        """What tells protocols from each other, whatever they are titled; keys at their defaults do not count."""
+        said = self.model_dump(mode="json", exclude={"about"}, exclude_defaults=True)
+        return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
+
     def chooses_at(self, size: float) -> bool:
         return self.choose_at == "each size" or size == self.middle
 
@@ -201,7 +206,7 @@ class Comparison(Queue):
     def __init__(
         self, name: str, overrides: Sequence[str] = (), only: Sequence[str] = (), minutes: float | None = None
     ):
-        self.name, self.protocol = Path(name).stem, read(name)
+        self.source, self.name, self.protocol = name, Path(name).stem, read(name)
         typed = {word.partition("=")[0] for word in overrides}
         own = (*self.protocol.epochs.words(), *self.protocol.words)
         self.overrides = (*(word for word in own if word.partition("=")[0] not in typed), *overrides)
@@ -431,6 +436,7 @@ class Comparison(Queue):
         return {
             "format": FORMAT,
             "name": self.name,
+            "protocol": self.protocol.digest(),
             "epochs": dict(zip(Epochs.model_fields, of_stages, strict=True)),
             "words": [word for word in self.overrides if not word.partition("=")[0].endswith(".epochs")],
             "chosen": chosen,

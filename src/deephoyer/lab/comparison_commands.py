@@ -42,6 +42,10 @@ def compare(
         _write_page()
         return
     found = Comparison(name, overrides or [], only or [], minutes)
+    if write:
+        from deephoyer.lab.report import methods_page
+
+        methods_page.refuse_another(found)  # before anything runs
     runs, done = found.cost()
     left = sum(epochs for folder, epochs in runs.items() if folder not in done)
     hours = (left * seconds_an_epoch + (len(runs) - len(done)) * seconds_a_run) / 3600
@@ -59,8 +63,6 @@ def compare(
     if done or not plan:
         out.print(_table(found))
     if write:
-        from deephoyer.lab.report import methods_page
-
         whole = Comparison(name, overrides or []) if only else found  # keeps the results of the other methods
         out.print(f"wrote {methods_page.write(whole)}")
         _draw(found.name)
@@ -95,7 +97,8 @@ def _draw(name: str) -> None:
 
     if name not in comparison.names():
         return
-    protocol, content = comparison.read(name), methods_page.read(name)
+    protocol = comparison.read(name)
+    content = methods_page.read(name, protocol)
     sizes = {
         size: {m: [100 * o.accuracy for o in methods_page.finals(protocol, content, m, size)] for m in protocol.methods}
         for size in protocol.sizes

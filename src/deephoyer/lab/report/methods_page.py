@@ -31,15 +31,44 @@ has one λ for all layers, is pruned to the printed size, and finetuned."""
 
 
 def write(found: Comparison) -> Path:
-    """Writes the results of a comparison to its file."""
+    """Writes the results of a comparison to its file, unless that belongs to another."""
+    refuse_another(found)
     path = folder_at(RESULTS) / f"{found.name}.json"
     write_atomically(path, (json.dumps(found.content(), indent=1) + "\n").encode())
     return path
 
 
-def read(name: str, results: Path = RESULTS) -> dict[str, Any] | None:
-    """The results of a comparison; None if it was not run."""
-    path = results / f"{name}.json"
+def refuse_another(found: Comparison) -> None:
+    """Tells it where the results file of this comparison's name belongs to another protocol."""
+    path = RESULTS / f"{found.name}.json"
+    content, packaged = _content(path), _packaged(found.name)
+    mine, owner = found.protocol.digest(), (content or {}).get("protocol", packaged)
+    if owner in (None, mine):
+        return
+    if owner == packaged:
+        raise UserError(
+            f"compare: {path} is for the comparison {found.name!r} that comes with deephoyer, and {found.source} says "
+            "something else: give your file another name."
+        )
+    raise UserError(
+        f"compare: {path} has the results of another protocol than {found.source}: rename or delete that file, or give "
+        "this comparison another name."
+    )
+
+
+def read(name: str, protocol: Protocol, results: Path = RESULTS) -> dict[str, Any] | None:
+    """The results of a comparison; None if it was not run, or if those of that name are of another protocol."""
+    content = _content(results / f"{name}.json")
+    mine = protocol.digest()
+    return content if content is not None and content.get("protocol", mine) == mine else None
+
+
+def _packaged(name: str) -> str | None:
+    """The digest of the comparison of that name that comes with the package, which results without any belong to."""
+    return comparison.read(name).digest() if name in comparison.names() else None
+
+
+def _content(path: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -52,7 +81,8 @@ def page(results: Path = RESULTS, figures: Path | None = None) -> str:
     """The whole page, as Markdown."""
     parts = [(Path(__file__).parent / "templates" / "methods.md").read_text(encoding="utf-8").rstrip()]
     for name in comparison.names():
-        protocol, content = comparison.read(name), read(name, results)
+        protocol = comparison.read(name)
+        content = read(name, protocol, results)
         parts.append(f"## {protocol.about}")
         if content is None or not content["outcomes"]:
             parts.append(_planned(name, protocol))
