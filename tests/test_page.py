@@ -69,6 +69,18 @@ def test_a_run_records_what_single_layers_take_and_the_page_shows_it(folder):
     assert "ms before" in text and f"{times['dense']['fc1']:.3g}" in text
 
 
+def test_times_that_vary_too_much_are_marked_on_the_page(folder):
+    path = folder / "summary.json"
+    summary = json.loads(path.read_text())
+    for part, low, high in ((summary["compact"], 0.9, 1.1), (summary["compact"]["baseline"], 1.9, 2.1)):
+        part["latency"] = [{"batch": 1, "median_ms": (low + high) / 2, "low_ms": low, "high_ms": high, "runs": 9}]
+    path.write_text(json.dumps(summary))
+    assert "2.00 × faster" in (page := run_page.write(folder)[0].read_text()) and "noisy" not in page
+    summary["compact"]["latency"][0]["high_ms"] = 3.0
+    path.write_text(json.dumps(summary))
+    assert "~2.00 × faster (noisy)" in run_page.write(folder)[0].read_text()
+
+
 def test_a_transformers_page_shows_which_heads_stayed_in_which_layer(folder):
     torch.manual_seed(0)
     layer = torch.nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)

@@ -1,5 +1,6 @@
 """The summary counts what the paper counts, what is there, and what is stored, and says which is which."""
 
+import dataclasses
 import json
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 
 from deephoyer.errors import UserError
 from deephoyer.lab.models import input_shape, make
+from deephoyer.latency import Latency
 from deephoyer.structure.compact import compact
 from deephoyer.summary import Summary, summary
 
@@ -157,6 +159,27 @@ def test_latency_is_measured_in_turns_with_its_spread():
         assert own.runs == other.runs >= 5
         assert own.low_ms <= own.median_ms <= own.high_ms
         assert own.median_ms < other.median_ms
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "told"),
+    [
+        ((2.0, 1.9, 2.1), (1.0, 0.9, 1.1), "2.00×"),
+        ((1.01, 1.0, 1.02), (1.0, 0.99, 1.01), "1.01×"),  # that they take as long is known well
+        ((1.1, 1.0, 1.2), (1.0, 0.9, 1.1), "~1.10×"),  # faster or slower?
+        ((0.3, 0.2, 2.5), (2.0, 0.3, 3.5), "~0.15×"),
+        ((9.0, 8.0, 20.0), (1.0, 0.9, 1.1), "~9.00×"),  # faster, but by how much?
+    ],
+)
+def test_a_ratio_of_times_that_vary_too_much_is_marked(before, after, told):
+    total = summary(nn.Linear(2, 2), torch.zeros(1, 2), latency=False)
+    dense, small = (dataclasses.replace(total, latency=[Latency(1, *ms, runs=9)]) for ms in (before, after))
+    compared = dataclasses.replace(small, baseline=dense)
+    wide, narrow = (next(line for line in compared.comparison(width).splitlines() if "ms per" in line)
+                    for width in (130, 80))  # fmt: skip
+    assert wide.endswith(f"  {told}{' (noisy)' if '~' in told else ''}") and len(wide) <= 130
+    assert narrow.endswith(f"  {told}") and ("batch of 1, noisy" in narrow) == ("~" in told) and len(narrow) <= 80
+    assert compared.to_json()["latency"][0]["median_ms"] == after[0]
 
 
 @pytest.mark.parametrize("size", [0, -1, 1.5, True])

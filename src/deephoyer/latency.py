@@ -27,6 +27,9 @@ MODES = ("eager", "cuda-graph", "compiled")
 KNOWN = 0.01
 """The standard error, as a share, at which a share of a time is known well enough."""
 
+NOISY, NOISY_IF_OVERLAPPING = 1.5, 1.1
+"""By which factor quartiles may leave a ratio of two times open before it is called noisy."""
+
 
 @dataclass(frozen=True)
 class Latency:
@@ -37,6 +40,18 @@ class Latency:
     low_ms: float
     high_ms: float
     runs: int
+
+
+def noisy(before: Latency, after: Latency) -> bool:
+    """Whether the quartiles leave open how much faster one is: by more than a half; or, where they overlap, so that it
+    may be slower as well, by more than a tenth.
+
+    >>> noisy(Latency(1, 2.0, 1.9, 2.1, runs=9), Latency(1, 1.0, 0.9, 1.1, runs=9))
+    False
+    """
+    open_by = before.high_ms / before.low_ms * after.high_ms / after.low_ms
+    overlap = before.low_ms <= after.high_ms and after.low_ms <= before.high_ms
+    return open_by > (NOISY_IF_OVERLAPPING if overlap else NOISY)
 
 
 def measure(

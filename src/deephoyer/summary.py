@@ -16,7 +16,7 @@ from torch import nn
 from deephoyer.counting import LayerCounts, TotalCounts, count, layer_widths
 from deephoyer.errors import UserError, true_or_false
 from deephoyer.inference import Examples, device_of
-from deephoyer.latency import Latency, measure
+from deephoyer.latency import Latency, measure, noisy
 from deephoyer.text_table import text_table
 
 WIDE = 130
@@ -144,9 +144,11 @@ def _comparison_table(s: Summary, short: bool) -> str:
         lines.append([brief if short else what, *cells])
     for i, own in enumerate(s.latency):
         other = b.latency[i] if b is not None and i < len(b.latency) else None
+        vary = other is not None and noisy(other, own)
         ratio = _ratio(other.median_ms if other else None, own.median_ms)
-        cells = [_ms(own)] if b is None else [_ms(other), _ms(own), ratio]
-        where = "" if short else f" on {s.device}, median (quartiles)"
+        marked = f"~{ratio}{'' if short else ' (noisy)'}" if vary else ratio
+        cells = [_ms(own)] if b is None else [_ms(other), _ms(own), marked]
+        where = (", noisy" if vary else "") if short else f" on {s.device}, median (quartiles)"
         lines.append([f"ms per batch of {own.batch}{where}", *cells])
     for stage, share in s.accuracy.items():
         lines.append([f"accuracy, {stage}", *([f"{share:.2%}"] if b is None else ["", f"{share:.2%}", ""])])

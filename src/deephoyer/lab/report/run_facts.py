@@ -172,9 +172,12 @@ def _counted(title: str, before: int, after: int) -> Change:
 
 
 def _timed(then: dict[str, Any], now: dict[str, Any], device: str) -> Change:
+    from deephoyer.latency import Latency, noisy
+
     title = f"ms for a batch of {now['batch']} on {device}"
     ratio = then["median_ms"] / now["median_ms"]
     words = f"{ratio:.2f} × faster" if ratio >= 1 else f"{1 / ratio:.2f} × slower"
+    words = f"~{words} (noisy)" if noisy(Latency(**then), Latency(**now)) else words
     return Change(title, f"{then['median_ms']:.3g}", f"{now['median_ms']:.3g}", words)
 
 
