@@ -296,7 +296,11 @@ def main() -> None:
         return measuring.put(page, record.stem, table(json.loads(record.read_text(encoding="utf-8"))))
     if args.brief:
         args.images, args.epochs, args.seeds, args.macs = 500, 4, [0], 0.5
-    titles = [title for title, _ in ways(args.epochs) if not args.ways or title in args.ways]
+    known = [title for title, _ in ways(args.epochs)]
+    for title in args.ways or ():
+        if title not in known:
+            parser.error(f"--ways: {title!r} is not a way of this benchmark. Known: {', '.join(map(repr, known))}")
+    titles = [title for title in known if not args.ways or title in args.ways]
     began = time.monotonic()
     print(f"{args.network} on {args.data}, {args.epochs} epochs, {args.macs:g} of the MACs; {args.on}", flush=True)
     tasks = [(title, seed) for title in titles for seed in args.seeds]

@@ -103,10 +103,21 @@ def test_times_as_targets_are_shown_beside_plain_mac_targets(monkeypatch, capsys
 
 @pytest.mark.slow
 def test_a_plan_is_compared_with_magnitude_pruning_to_the_same_macs(monkeypatch, capsys, tmp_path):
-    words = ("--device", "cpu", "--brief", "--jobs", "2", "--ways", "dense", "plan", "--out", str(tmp_path / "it.json"))
+    file, ways = tmp_path / "it.json", ("dense", "magnitude, once", "plan, group lasso")
+    words = ("--device", "cpu", "--brief", "--jobs", "2", "--ways", *ways, "--out", str(file))
     out = said(plan, monkeypatch, capsys, *words)
-    lines = {line["way"]: line for line in json.loads((tmp_path / "it.json").read_text())["lines"]}
-    assert lines["dense"]["macs"] == 1 and lines["plan"]["macs"] == pytest.approx(0.2, rel=0.02) and "± " in out
+    macs = {line["way"]: line["macs"] for line in json.loads(file.read_text())["lines"]}
+    assert list(macs) == list(ways) and macs["dense"] == 1 and "± " in out
+    assert macs["plan, group lasso"] == pytest.approx(0.5, rel=0.02)
+    assert macs["magnitude, once"] == pytest.approx(0.5, rel=0.02)
+
+
+def test_a_way_that_the_comparison_with_a_plan_has_not_is_refused_with_the_titles_of_all(monkeypatch, capsys):
+    with pytest.raises(SystemExit) as ended:
+        said(plan, monkeypatch, capsys, "--device", "cpu", "--brief", "--ways", "dense", "plan")
+    (*_, line) = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2 and "'plan' is not a way of this benchmark" in line
+    assert all(repr(title) in line for title, _ in plan.ways(4))
 
 
 def test_a_network_that_learned_noise_is_not_pruned():
