@@ -5,6 +5,7 @@ import json
 import os
 import random
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,9 @@ import torch
 
 import deephoyer as dh
 from deephoyer.lab import data, recipe
+from deephoyer.lab.fork_server import ForkServer
 from deephoyer.lab.open_network import open_network
+from deephoyer.lab.processes import IMPORTS
 from deephoyer.lab.runs import checkpoint
 from deephoyer.lab.runs.folder import RunFolder
 from deephoyer.lab.train.result import finish, tables
@@ -36,10 +39,24 @@ def small(*changes):
     return recipe.read("demo", [*SMALL, *changes])
 
 
-@pytest.fixture(autouse=True)
-def saves_every_epoch(monkeypatch):
-    monkeypatch.setattr("deephoyer.lab.train.run.SAVE_SECONDS", 0.0)
-    monkeypatch.setattr("deephoyer.lab.train.run.SAVE_SHARE", float("inf"))
+@pytest.fixture(autouse=True, scope="module")
+def saves_every_epoch():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("deephoyer.lab.train.run.SAVE_SECONDS", 0.0)
+        patch.setattr("deephoyer.lab.train.run.SAVE_SHARE", float("inf"))
+        yield
+
+
+@pytest.fixture(scope="module")
+def whole(saves_every_epoch, tmp_path_factory):
+    """A small run that went to its end; tests look at it and leave it as it is."""
+    return Run(small(), tmp_path_factory.mktemp("runs") / "whole").execute()
+
+
+@pytest.fixture
+def copied(whole, tmp_path):
+    """A copy of its folder, to damage and to go on with."""
+    return Path(shutil.copytree(whole.folder.path, tmp_path / "copied"))
 
 
 def weights(run):
@@ -89,7 +106,7 @@ def cut_after(run, stage, epochs):
 
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 @pytest.mark.parametrize("stage", ["pretrain", "regularize", "finetune"])
-def test_a_run_stopped_after_any_epoch_resumes_bit_for_bit(tmp_path, monkeypatch, stage, optimizer):
+def test_a_run_stopped_after_any_epoch_resumes_bit_for_bit(tmp_path, stage, optimizer):
     made = small(f"{stage}.optimizer={optimizer}", "regularize.warmup={kind: cosine, epochs: 2}", "shift=1")
     whole = weights(Run(made, tmp_path / "whole").execute())
 
@@ -104,12 +121,11 @@ def test_a_run_may_go_on_on_another_device(tmp_path):
     assert Run(small("device=auto"), tmp_path).execute().finished()
 
 
-def test_a_checkpoint_of_another_version_of_this_program_is_told_in_a_line(tmp_path):
-    Run(small(), tmp_path).execute()
-    tensors, state, _ = checkpoint.newest(tmp_path / "checkpoints")
-    checkpoint.save(tmp_path / "checkpoints", tensors, state | {"mood": "good"})
+def test_a_checkpoint_of_another_version_of_this_program_is_told_in_a_line(copied):
+    tensors, state, _ = checkpoint.newest(copied / "checkpoints")
+    checkpoint.save(copied / "checkpoints", tensors, state | {"mood": "good"})
     with pytest.raises(dh.UserError, match=r"another version of deephoyer.*'mood'"):
-        Run(small(), tmp_path).execute()
+        Run(small(), copied).execute()
 
 
 DRIVER = """
@@ -123,17 +139,26 @@ main()
 """
 
 
-def start(folder, *changes):
-    words = [sys.executable, "-c", DRIVER, str(folder), *SMALL, *changes]
-    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+@pytest.fixture
+def forked(tmp_path):
+    """Starts a run in a process of its own that needn't import torch first: six of them would mostly do that."""
+    server = ForkServer(dict(os.environ), IMPORTS)
+    assert server.ready()
+
+    def start(folder, *changes):
+        with open(tmp_path / "log.txt", "ab") as log:
+            return server.start(["-c", DRIVER, str(folder), *SMALL, *changes], log)
+
+    yield start
+    server.close()
 
 
-def test_a_run_killed_at_random_moments_ends_with_the_same_weights_bit_for_bit(tmp_path):
+def test_a_run_killed_at_random_moments_ends_with_the_same_weights_bit_for_bit(tmp_path, forked):
     longer = ["pretrain.epochs=12", "regularize.epochs=16", "finetune.epochs=10"]
-    assert start(tmp_path / "whole", *longer).wait() == 0
+    assert forked(tmp_path / "whole", *longer).wait() == 0
     moments, kills = random.Random(0), 0
     for _ in range(4):
-        victim = start(tmp_path / "killed", *longer)
+        victim = forked(tmp_path / "killed", *longer)
         deadline = time.monotonic() + 60
         while not (tmp_path / "killed" / "metrics.jsonl").exists() and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -144,7 +169,7 @@ def test_a_run_killed_at_random_moments_ends_with_the_same_weights_bit_for_bit(t
         victim.send_signal(signal.SIGKILL)
         kills += victim.wait() == -signal.SIGKILL
     assert kills >= 2, "the run was too short to be killed"
-    assert start(tmp_path / "killed", *longer).wait() == 0
+    assert forked(tmp_path / "killed", *longer).wait() == 0
     a, b = (dh_weights(tmp_path / name) for name in ("whole", "killed"))
     assert same(a, b)
     lines = [(tmp_path / n / "metrics.jsonl").read_text().splitlines() for n in ("whole", "killed")]
@@ -158,7 +183,8 @@ def dh_weights(folder: Path):
 
 
 def test_ctrl_c_leaves_a_run_that_goes_on_and_exit_status_130(tmp_path):
-    run = start(tmp_path / "run", "pretrain.epochs=4000")
+    words = [sys.executable, "-c", DRIVER, str(tmp_path / "run"), *SMALL, "pretrain.epochs=4000"]
+    run = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     while not checkpoint.numbers(tmp_path / "run" / "checkpoints"):
         assert run.poll() is None
         time.sleep(0.02)
@@ -186,31 +212,24 @@ def test_a_model_that_can_not_read_the_data_is_told_in_a_line(tmp_path, monkeypa
         Run(small(), tmp_path).execute()
 
 
-def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path):
-    whole = weights(Run(small(), tmp_path / "whole").execute())
-    run = Run(small(), tmp_path / "run")
-    run.execute()
-    newest = (
-        tmp_path / "run" / "checkpoints" / f"{checkpoint.numbers(tmp_path / 'run' / 'checkpoints')[-1]:06d}.safetensors"
-    )
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(whole, copied):
+    newest = copied / "checkpoints" / f"{checkpoint.numbers(copied / 'checkpoints')[-1]:06d}.safetensors"
     content = bytearray(newest.read_bytes())
     content[-100] ^= 1
     newest.write_bytes(content)
-    assert same(weights(Run(small(), tmp_path / "run").execute()), whole)
+    assert same(weights(Run(small(), copied).execute()), weights(whole))
 
 
-def test_a_folder_with_no_whole_checkpoint_says_so(tmp_path):
-    Run(small(), tmp_path).execute()
-    for path in (tmp_path / "checkpoints").glob("*.safetensors"):
+def test_a_folder_with_no_whole_checkpoint_says_so(copied):
+    for path in (copied / "checkpoints").glob("*.safetensors"):
         path.write_bytes(path.read_bytes()[:1000])
     with pytest.raises(dh.UserError, match="No whole checkpoint is left"):
-        Run(small(), tmp_path).execute()
+        Run(small(), copied).execute()
 
 
-def test_a_folder_made_by_another_recipe_is_refused(tmp_path):
-    Run(small(), tmp_path).execute()
+def test_a_folder_made_by_another_recipe_is_refused(copied):
     with pytest.raises(dh.UserError, match=r"made by another recipe \(regularize.strength was 0.001, now 0.002\)"):
-        Run(small("regularize.strength=2e-3"), tmp_path).execute()
+        Run(small("regularize.strength=2e-3"), copied).execute()
 
 
 def test_a_stage_that_has_not_begun_may_still_be_changed(tmp_path):
@@ -229,10 +248,9 @@ def test_a_second_process_is_kept_out_of_the_folder(tmp_path):
     run.folder.close()
 
 
-def test_held_out_images_are_never_trained_on_and_test_images_never_selected_by(tmp_path):
-    run = Run(small(), tmp_path / "held").execute()
-    assert len(run.held_out) == 120 and not set(run.held_out.tolist()) & set(run.pool.tolist())
-    assert all("held_out" in line and "test" not in line for line in run.folder.metrics())
+def test_held_out_images_are_never_trained_on_and_test_images_never_selected_by(tmp_path, whole):
+    assert len(whole.held_out) == 120 and not set(whole.held_out.tolist()) & set(whole.pool.tolist())
+    assert all("held_out" in line and "test" not in line for line in whole.folder.metrics())
     best = Run(small("epoch_selection=test-best"), tmp_path / "best").execute()
     assert len(best.pool) == 1200
     tuned = [line["test"] for line in best.folder.metrics() if line["stage"] == "finetune"]
@@ -247,18 +265,17 @@ def test_the_last_epoch_is_kept_where_it_is_asked_for_even_if_another_was_better
     assert run.state.accuracy["dense"] == dense[-1] < max(dense)
 
 
-def test_a_run_may_start_from_a_file_instead_of_pretraining(tmp_path):
-    first = Run(small(), tmp_path / "first").execute()
-    source = tmp_path / "first" / "dense.safetensors"
+def test_a_run_may_start_from_a_file_instead_of_pretraining(tmp_path, whole):
+    source = whole.folder / "dense.safetensors"
     second = Run(small("pretrain=null", f"start={source}"), tmp_path / "second").execute()
-    assert same(weights(second), weights(first))
-    assert second.state.accuracy["start"] == first.state.accuracy["dense"] and "dense" not in second.state.accuracy
+    assert same(weights(second), weights(whole))
+    assert second.state.accuracy["start"] == whole.state.accuracy["dense"] and "dense" not in second.state.accuracy
     (tmp_path / "cut.safetensors").write_bytes(source.read_bytes()[:5000])
     with pytest.raises(dh.UserError, match=r"start: .*can't be read"):
         Run(small("pretrain=null", f"start={tmp_path / 'cut.safetensors'}"), tmp_path / "third").execute()
 
 
-def test_a_run_starts_from_the_run_that_its_words_make_or_says_how_to_make_that(tmp_path, monkeypatch):
+def test_a_run_starts_from_the_run_that_its_words_make_or_says_how_to_make_that(tmp_path, monkeypatch, whole):
     monkeypatch.chdir(tmp_path)
     words = " ".join(["demo", *(shlex.quote(change) for change in SMALL), "finetune=null prune=null regularize=null"])
     later = small("pretrain=null", f"start={json.dumps(words)}")
@@ -272,7 +289,7 @@ def test_a_run_starts_from_the_run_that_its_words_make_or_says_how_to_make_that(
     finish(first)
     begun = Run(later, "runs/later").execute()
     assert begun.state.accuracy["start"] == first.state.accuracy["dense"]
-    assert same(weights(begun), weights(Run(small(), "runs/whole").execute()))
+    assert same(weights(begun), weights(whole))
 
 
 def test_a_dense_training_is_a_run_that_can_be_shown_opened_and_found(tmp_path):
@@ -310,10 +327,9 @@ def test_a_file_that_a_later_stage_needs_is_missed_before_the_first_one_trains(t
     assert not list((tmp_path / "run").glob("checkpoints/*"))
 
 
-def test_a_run_that_has_begun_goes_on_without_the_file_it_began_with(tmp_path):
-    first = Run(small(), tmp_path / "first").execute()
+def test_a_run_that_has_begun_goes_on_without_the_file_it_began_with(tmp_path, whole):
     start = tmp_path / "start.safetensors"
-    checkpoint.write_tensors(start, first.model.state_dict())
+    checkpoint.write_tensors(start, whole.model.state_dict())
     job = small("pretrain=null", f"start={start}", "regularize.strength=0", "finetune={epochs: 1}")
     stopped = Run(job, tmp_path / "run")
     stopped.folder.open()
@@ -343,8 +359,7 @@ def test_a_full_disk_is_told_in_a_line_and_loses_nothing(tmp_path):
     assert full.returncode == 2 and "can't be written" in full.stderr and "Traceback" not in full.stderr
     assert len(full.stderr.splitlines()) <= 2
     assert not list((tmp_path / "run").rglob("*.tmp"))
-    resumed = start(tmp_path / "run")
-    assert resumed.wait() == 0
+    finish(Run(small(), tmp_path / "run").execute())
     assert (tmp_path / "run" / "summary.json").exists()
 
 
