@@ -6,8 +6,10 @@
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # for the runs that tests start, see deephoyer/__main__.py
+os.environ.setdefault("DEEPHOYER_UNTIMED", "1")  # networks of finished runs are timed where a test asks: `timed`
 
 import pytest
 import torch
@@ -48,6 +50,19 @@ def command(monkeypatch, capsys, tmp_path):
         return ended.value.code, said.out, said.err
 
     return call
+
+
+@contextmanager
+def _timed():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("DEEPHOYER_UNTIMED", raising=False)
+        yield
+
+
+@pytest.fixture(scope="session")
+def timed():
+    """`with timed():` has the networks of runs that finish there timed, as without tests they always are."""
+    return _timed
 
 
 @pytest.fixture

@@ -47,8 +47,9 @@ def test_an_old_name_is_answered_with_the_new_words(command):
     assert status == 2 and "deephoyer run paper/lenet-5 data=mnist" in said
 
 
-def test_run_makes_a_folder_that_show_reads_again(command, tmp_path):
-    status, out, _ = command("run", "demo", *QUICK, "--out", "mine")
+def test_run_makes_a_folder_that_show_reads_again(command, tmp_path, timed):
+    with timed():
+        status, out, _ = command("run", "demo", *QUICK, "--out", "mine")
     assert status == 0 and "fc1" in out and "finetuned" in out
     record = json.loads((tmp_path / "mine" / "summary.json").read_text())
     assert record["protocol"] == "held-out" and record["accuracy"].keys() >= {"dense", "pruned", "finetuned"}

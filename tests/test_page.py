@@ -27,11 +27,12 @@ QUICK = [
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
+def finished(tmp_path_factory, timed):
     """The folder of a small run, and its page."""
     folder = tmp_path_factory.mktemp("runs") / "small"
     command = Command("demo", tuple(QUICK))
-    finish(Run(command.read(), folder, command=command).execute())
+    with timed():
+        finish(Run(command.read(), folder, command=command).execute())
     return folder
 
 

@@ -37,14 +37,15 @@ def run(name, folder, *changes):
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def runs(tmp_path_factory, timed):
     """Finished runs: three of one method, one of another network."""
     place = tmp_path_factory.mktemp("runs")
-    for seed in (0, 1):
-        run("paper/lenet-300-100", place / f"hs{seed}", f"seed={seed}")
-    run("paper/lenet-300-100", place / "hs-held-out", "epoch_selection=held-out")
-    # A convolution takes its time over 10,000 test images: as few looks at them as can be.
-    run("paper/lenet-5-structure", place / "group-hs", "epoch_selection=held-out", "channels_last=true", *ONCE)
+    with timed():
+        for seed in (0, 1):
+            run("paper/lenet-300-100", place / f"hs{seed}", f"seed={seed}")
+        run("paper/lenet-300-100", place / "hs-held-out", "epoch_selection=held-out")
+        # A convolution takes its time over 10,000 test images: as few looks at them as can be.
+        run("paper/lenet-5-structure", place / "group-hs", "epoch_selection=held-out", "channels_last=true", *ONCE)
     return place
 
 
