@@ -39,8 +39,8 @@ def test_teachers_whose_answers_are_kept_say_the_same_and_are_asked_once(half, t
     torch.manual_seed(0)
     digits = data.load("mnist", limit=30)
     nets = [models.make("lenet-300-100"), models.make("lenet-5")]
-    drawn = batches.draw(torch.arange(30), 16, 2, True, seed=3).step(0)
-    x, y = batches.images(digits, drawn, 2)
+    drawn = batches.draw(torch.arange(30), 16, 1, True, seed=3).step(0)
+    x, y = batches.images(digits, drawn, 1)
     logits, notes, asked = torch.randn(16, 10), [], []
     for net in nets:
         net.register_forward_hook(lambda net, x, y: asked.append(net))
@@ -48,22 +48,22 @@ def test_teachers_whose_answers_are_kept_say_the_same_and_are_asked_once(half, t
     def losses(temperature=2.0, **how):
         how["say"] = notes.append
         asked.clear()
-        teachers = Teachers([copy.deepcopy(net) for net in nets], digits, 2, True, temperature, 1.0, half, **how)
+        teachers = Teachers([copy.deepcopy(net) for net in nets], digits, 1, True, temperature, 1.0, half, **how)
         times = len(asked)
         return teachers.losses(logits, y, x, drawn), times
 
     plain, first, again = losses(most_passes=0)[0], losses(keep=True), losses(keep=True)
     torch.testing.assert_close(first[0], plain, rtol=0, atol=3e-2 if half else 2e-3)  # kept as float16
-    assert first[1] == 2 * 50 and again[1] == 0 and torch.equal(first[0], again[0])
-    assert "teacher: 50 of 50 positions" in notes
-    assert losses(temperature=3.0, keep=True)[1] == 2 * 50  # what was kept is no answer to this
+    assert first[1] == 2 * 18 and again[1] == 0 and torch.equal(first[0], again[0])
+    assert "teacher: 18 of 18 positions" in notes
+    assert losses(temperature=3.0, keep=True)[1] == 2 * 18  # what was kept is no answer to this
     with torch.no_grad():
         nets[1].conv1.weight[0] += 1
-    assert losses(keep=True)[1] == 50  # one teacher has changed
+    assert losses(keep=True)[1] == 18  # one teacher has changed
     for file in (tmp_path / "teachers").glob("*.safetensors"):
         file.write_bytes(file.read_bytes()[:-1] + b"?")
     notes.clear()
-    assert losses(keep=True)[1] == 2 * 50 and any("damaged" in note for note in notes)
+    assert losses(keep=True)[1] == 2 * 18 and any("damaged" in note for note in notes)
 
 
 def test_of_several_that_want_the_same_answers_one_asks_and_the_others_wait(tmp_path, monkeypatch):
