@@ -30,7 +30,7 @@ NO_BYTECODE = "sys.dont_write_bytecode, sys.pycache_prefix = True, '/nowhere'"
 def seconds(first: str, second: str, times: int) -> tuple[float, float]:
     """CPU seconds of two pieces of code, one after the other in a fresh process."""
     found = []
-    for _ in range(times + 1):  # the first one writes the bytecode
+    for _ in range(times + 1):  # the first one writes the bytecode; to be brief, it is the only one
         code = TIMED.format(first=first, second=second)
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         a, b = done.stderr.strip().splitlines()[-1].split()
@@ -61,7 +61,7 @@ def measured(times: int) -> dict[str, Any]:
 
 def main() -> None:
     chosen = words(__doc__, device=False).parse_args()
-    record = measured(1 if chosen.brief else 5)
+    record = measured(0 if chosen.brief else 5)
     lines = [[what, f"{value:.3f} s", f"{value / record['import torch']:.3f}"] for what, value in record.items()]
     show("CPU time of importing", [["", "takes", "÷ import torch"], *lines])
     write(chosen.out, {"machine": machine(), **record})
