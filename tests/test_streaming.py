@@ -293,16 +293,16 @@ def cut_after(run, stage, steps):
 
 
 @pytest.mark.parametrize(
-    "stage, steps, change",
+    "stage, steps, changes",
     [
-        ("pretrain", 2, "seed=0"),
-        ("regularize", 5, "regularize.warmup={kind: linear, epochs: 2}"),
-        ("regularize", 2, "regularize.effective_density=0.4"),
-        ("finetune", 6, "model={name: resnet-20, classes: 4}"),
+        ("pretrain", 2, ["seed=0"]),
+        ("regularize", 5, ["regularize.warmup={kind: linear, epochs: 2}"]),
+        ("regularize", 2, ["regularize.effective_density=0.4"]),
+        ("finetune", 6, ["model={name: resnet-20, classes: 4}", "pretrain.epochs=1", "regularize.epochs=1"]),
     ],
 )
-def test_a_run_stopped_within_an_epoch_goes_on_with_the_images_not_yet_seen(tmp_path, photos, stage, steps, change):
-    job = made(tmp_path, photos, change)
+def test_a_run_stopped_within_an_epoch_goes_on_with_the_images_not_yet_seen(tmp_path, photos, stage, steps, changes):
+    job = made(tmp_path, photos, *changes)
     whole = Run(job, tmp_path / "whole").execute()
     cut_after(Run(job, tmp_path / "cut"), stage, steps)
     _, state, _ = checkpoint.newest(tmp_path / "cut" / "checkpoints")
