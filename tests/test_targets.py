@@ -41,8 +41,18 @@ def uneven(name="resnet-20"):
     return model, coupled
 
 
-@pytest.mark.parametrize("rule", [StdRatio, Absolute, Effective])
-@pytest.mark.parametrize("share", [0.7, 0.4, 0.15])
+@pytest.mark.parametrize(
+    ("rule", "share"),
+    [
+        (StdRatio, 0.7),
+        (StdRatio, 0.4),
+        (StdRatio, 0.15),
+        (Absolute, 0.4),
+        (Effective, 0.15),
+        *(pytest.param(Absolute, share, marks=pytest.mark.slow) for share in (0.7, 0.15)),
+        *(pytest.param(Effective, share, marks=pytest.mark.slow) for share in (0.7, 0.4)),
+    ],
+)
 def test_the_macs_that_compaction_leaves_are_the_target_and_one_group_more_would_be_over_it(rule, share):
     model, coupled = uneven()
     dense = count(model, X)[1].macs_executed
