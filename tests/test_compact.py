@@ -32,6 +32,11 @@ def tiny_convnext() -> nn.Module:
     return M.ConvNeXt(blocks, layer_scale=0.5, num_classes=10)
 
 
+def vgg11_features() -> nn.Module:
+    """Without the classifier, whose hundred million weights take longer to draw than the rest of a test."""
+    return M.vgg.make_layers(M.vgg.cfgs["A"], batch_norm=True)
+
+
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "lenet-300-100": (lambda: make("lenet-300-100"), (1, 28, 28)),
     "lenet-5": (lambda: make("lenet-5"), (1, 28, 28)),
@@ -50,7 +55,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "regnet": (lambda: M.regnet_y_400mf(num_classes=10), (3, 64, 64)),
     "mnasnet": (lambda: M.mnasnet0_5(num_classes=10), (3, 64, 64)),
     "googlenet": (lambda: M.googlenet(num_classes=10, aux_logits=False, init_weights=False), (3, 64, 64)),
-    "vgg11_bn": (lambda: nn.Sequential(M.vgg11_bn().features, nn.Flatten(), nn.Linear(2048, 10)), (3, 64, 64)),
+    "vgg11_bn": (lambda: nn.Sequential(vgg11_features(), nn.Flatten(), nn.Linear(2048, 10)), (3, 64, 64)),
     "attention heads": (lambda: Attention(fused=True), (5, 32)),
     "vit": (tiny_vit, (3, 32, 32)),
     "swin": (lambda: M.SwinTransformer([4, 4], 16, [1, 1], [2, 4], [4, 4], num_classes=10), (3, 32, 32)),
