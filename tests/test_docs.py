@@ -172,8 +172,8 @@ def test_the_commands_of_records_give_folders_that_can_be_made(records):
 @pytest.fixture(scope="module")
 def compared():
     """Of the comparison that prose speaks of: its protocol and what it found."""
-    name = "lenet-300-100"
-    return comparison.read(name), methods_page.read(name)
+    protocol = comparison.read("lenet-300-100")
+    return protocol, methods_page.read("lenet-300-100", protocol)
 
 
 def test_prose_about_methods_has_the_numbers_of_the_comparison(compared):
