@@ -134,6 +134,28 @@ def test_matrices_are_halved_where_all_counts_stay_and_tiny_weights_do_not_vanis
     assert torch.equal(halved != 0, net.fc1.weight != 0)
 
 
+def test_a_record_says_what_halving_its_matrices_changed(command, runs, monkeypatch):
+    """The run itself measures float32; here halves are so coarse that it shows."""
+
+    def coarse(model):
+        halved = in_halves(model)
+        with torch.no_grad():
+            for matrix in (p for p in halved.parameters() if p.dim() > 1):
+                matrix.copy_(matrix.to(torch.float8_e5m2))
+        return halved
+
+    in_halves = publish.in_halves
+    monkeypatch.setattr(publish, "in_halves", coarse)
+    monkeypatch.setattr(publish, "TOLERANCE", 1.0)
+    seen = json.loads((runs / "hs0" / "summary.json").read_text())["accuracy"]["finetuned"]
+    status, out, _ = command("publish", runs / "hs0")
+    made = record.read(record.find(Path("results"))[0])
+    assert status == 0 and made.weights.matrices == "float16" and made.measured.right != round(10_000 * seen)
+    assert made.weights.right_in_float32 == round(10_000 * seen) == round(10_000 * made.accuracy["finetuned"])
+    assert f"{made.measured.accuracy:.2%} as stored in float16 ({seen:.2%} in float32)" in out
+    assert "of the networks as they are stored" in command("verify")[1]
+
+
 def test_weights_can_be_left_out_and_the_record_still_has_their_digest(command, runs, tmp_path):
     status, out, _ = command("publish", runs / "hs0", "--no-weights", "--as", "mine", "--note", "a note")
     assert status == 0 and not (tmp_path / "results" / "weights").exists()

@@ -32,8 +32,10 @@ def publish(
 
     for run in runs:
         record = write(run, results, row=row, tags=tag or (), notes=note or (), keep_weights=weights)
-        measured = record.measured
-        typer.echo(f"{record.path}: {measured.accuracy:.2%}, {measured.total.nonzeros:,} nonzeros; {record.command}")
+        measured, before = record.measured, record.weights.right_in_float32
+        stored = "" if before is None else f" as stored in float16 ({before / measured.images:.2%} in float32)"
+        nonzeros = f"{measured.total.nonzeros:,} nonzeros"
+        typer.echo(f"{record.path}: {measured.accuracy:.2%}{stored}, {nonzeros}; {record.command}")
 
 
 def verify(
@@ -50,7 +52,7 @@ def verify(
             typer.echo(f"       {difference}")
     failed, without = seen.count("FAILED"), seen.count("weights not kept")
     held = f"{seen.count('ok')} of {len(seen) - without} records verified"
-    typer.echo(f"{held}: equal counts, accuracy within 2 of 10,000 images")
+    typer.echo(f"{held}: equal counts, accuracy within 2 of 10,000 images, of the networks as they are stored")
     if without:
         typer.echo(f"{without} more without weights: their numbers are consistent, nothing was measured")
     if failed:

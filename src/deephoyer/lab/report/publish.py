@@ -57,6 +57,7 @@ def publish(
     measured = measure(model, recipe, compacted)
     _agree(folder, summary, measured, TITLES[recipe.stages()[-1]])
     settings = recipe.anywhere().model_dump(mode="json", exclude_defaults=True)
+    in_float32 = measured.right
     content, measured, matrices = smallest(model, recipe, measured, origin_of(recipe.anywhere()))
     file, sha256 = (
         stored_weights.store(content, results) if keep_weights else (None, hashlib.sha256(content).hexdigest())
@@ -75,7 +76,13 @@ def publish(
         selected=summary["selected"],
         prune_value=summary.get("prune_value"),
         latency=_timings(folder, summary, recipe) if compacted else (),
-        weights=WeightsFile(sha256=sha256, bytes=len(content), file=file, matrices=matrices),
+        weights=WeightsFile(
+            sha256=sha256,
+            bytes=len(content),
+            file=file,
+            matrices=matrices,
+            right_in_float32=None if in_float32 == measured.right else in_float32,
+        ),
         seconds=summary["seconds"],
         environment={key: value for key, value in summary["environment"].items() if key != "git"},
         provenance=Provenance(commit=git.get("commit"), clean=None if not git else not git["changed"]),

@@ -110,13 +110,15 @@ class Timing(_Strict):
 class WeightsFile(_Strict):
     """The network's file: its digest and size, and its name in `results/weights` where it was kept.
 
-    With `matrices` in float16, what was `measured` is the network as it is stored.
+    With `matrices` in float16, what was `measured` is the network as it is stored; `right_in_float32` are the test
+    images that it got right before, as the run had it, where that is another number.
     """
 
     sha256: str
     bytes: int
     file: str | None = None
     matrices: Literal["float32", "float16"] = "float32"
+    right_in_float32: Count | None = None
 
 
 class Provenance(_Strict):
