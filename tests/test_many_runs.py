@@ -300,6 +300,48 @@ def test_when_the_server_is_killed_its_programs_end_and_only_then_start_again_by
     _until(lambda: not os.path.exists(f"/proc/{killed[1]}"))
 
 
+KILLS_ITS_PARENT = """
+import os, pathlib, signal, sys, time
+mine = pathlib.Path(sys.argv[-1])
+with open(mine / "parents", "a") as file:
+    print(os.getppid(), file=file)
+if "kills" in mine.name and str(os.getppid()) != os.environ["CONDUCTOR"]:
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(0.2)
+"""
+
+
+def test_a_server_that_died_is_replaced_once_and_what_it_said_is_told(tmp_path):
+    (tmp_path / "warns.py").write_text("import sys; print('a driver is too old', file=sys.stderr)")
+    me = str(os.getpid())
+    environment = {**os.environ, "CONDUCTOR": me, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    team = [Member([], tmp_path / name) for name in ("kills", "second", "third kills", "fourth")]
+    told = []
+    words = [sys.executable, "-c", KILLS_ITS_PARENT]
+    conduct(words, environment, ListedMembers(team), 1, say=told.append, imports=["warns"])
+    assert [(m.status, m.retried) for m in team] == [(0, True), (0, False), (0, True), (0, False)]
+    (first, own), (second,), (third, alone), (fourth,) = ((m.folder / "parents").read_text().split() for m in team)
+    assert second == third != first and {own, alone, fourth} == {me} and me not in (first, second)
+    killed = "the server that runs are forked from was killed by SIGKILL; it had said: a driver is too old"
+    assert [line for line in told if "server" in line] == [
+        f"{killed}. Another takes its place.",
+        f"{killed}. Runs start by themselves from now on.",
+    ]
+
+
+def test_a_server_that_can_not_begin_says_why_and_runs_go_on_without_it(tmp_path):
+    (tmp_path / "breaks.py").write_text("raise OSError('no space left')")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    team = [Member([], tmp_path / name) for name in ("first", "second")]
+    told, seen = [], []
+    conduct([sys.executable, "-c", "pass"], environment, ListedMembers(team), 1, seen.append, told.append, ["breaks"])
+    assert [m.status for m in team] == [0, 0] and seen
+    assert told == [
+        "the server that runs are forked from ended with status 1; it had said: OSError: no space left. "
+        "Runs start by themselves from now on."
+    ]
+
+
 def test_ctrl_c_after_the_server_was_killed_waits_for_its_programs(tmp_path):
     def show(busy):
         if (tmp_path / "first" / "ready").exists():

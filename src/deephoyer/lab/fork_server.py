@@ -21,6 +21,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ from typing import IO
 
 MESSAGE = 1 << 17
 """Bytes that a request may have; Linux gives room for a little more."""
+NOBODY = 0
+"""A number that no program has."""
 
 
 def can_run(words: list[str]) -> bool:
@@ -48,24 +51,26 @@ class ForkServer:
     def __init__(self, environment: dict[str, str], imports: Sequence[str] = ()):
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         none = subprocess.DEVNULL
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the server)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "deephoyer.lab.fork_server", str(theirs.fileno()), *imports],
             env={"OMP_WAIT_POLICY": "passive"} | environment,  # see deephoyer/__main__.py
             pass_fds=[theirs.fileno()],
             stdin=none,
             stdout=none,
-            stderr=none,
+            stderr=self._errors,
             start_new_session=True,
         )
         theirs.close()
         self._started = 0
         self._ended: dict[int, int] = {}
-        self.gone = False
+        self.served = self.gone = False
 
     def ready(self) -> bool:
         """Waits until it has imported what it imports; False if it can't serve here."""
         self.gone = self.gone or not _received(self._socket)
-        return not self.gone
+        self.served = not self.gone
+        return self.served
 
     def start(self, words: list[str], log: IO[bytes], keep: bool = False) -> Forked | None:
         """Has a child run `python words`, its output in a log; None if the server is gone. With `keep` that is one that
@@ -78,8 +83,9 @@ class ForkServer:
         with theirs:
             try:
                 socket.send_fds(self._socket, [request], [theirs.fileno(), log.fileno()])
-            except OSError:  # it is gone
+            except OSError:
                 ours.close()
+                self._hear_out()
                 return None
         return Forked(self, self._started, ours, keep)
 
@@ -88,7 +94,11 @@ class ForkServer:
         try:
             self._socket.send(json.dumps(request).encode())
         except OSError:
-            self.gone = True
+            self._hear_out()
+
+    def _hear_out(self) -> None:
+        """Reads what a server that is gone told before, until nothing more comes: it still counts."""
+        self.status(NOBODY)
 
     def status(self, number: int, wait: bool = False) -> int | None:
         """The exit status of a child, negative for a signal; None while it runs or if nobody knows any more."""
@@ -104,10 +114,24 @@ class ForkServer:
                 self.gone = True
         return self._ended.get(number)
 
+    def how_it_ended(self) -> str:
+        """Of one that is gone, for people: by what, and the last line it wrote; nothing where it can't serve here."""
+        try:
+            status = self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            return "does not answer"
+        if status == 0:
+            return ""
+        end = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").strip().splitlines()
+        return f"{end}; it had said: {lines[-1]}" if lines else end
+
     def close(self) -> None:
         self._socket.close()
         self._process.terminate()
         self._process.wait()
+        self._errors.close()
 
 
 class Forked:

@@ -30,6 +30,8 @@ IMPORTS = ("deephoyer.lab.cli", "deephoyer.lab.train.run", "deephoyer.lab.train.
 """What a run needs; torch imports the last of them by itself at an optimizer's first step."""
 UNTIMED = "DEEPHOYER_UNTIMED"
 END_WITH_STDIN = "DEEPHOYER_END_WITH_STDIN"
+REPLACED = 1
+"""How often a server that has died is replaced."""
 TOLD_EVERY = 60.0
 """Seconds between two lines about runs that go on, where there is no terminal to show them on."""
 
@@ -147,12 +149,13 @@ def conduct(
     """Runs what the queue gives, `jobs` at a time, as `words` + overrides + `--out FOLDER`.
 
     Where it can be, they are forked from a process that has the `imports` already (`fork_server.py`), with `keep` one
-    after another in processes that go on.
+    after another in processes that go on. What happens is said, unless it is shown; what should not happen always is.
     Ctrl-C and SIGTERM stop the children first; they also end by themselves if this process is killed outright.
     """
     busy, faulted = list[Member](), list[Member]()
     told = time.monotonic()
-    with _sigterm_raises(), Starter(words, environment, imports, keep) as start:
+    warn, say = say, say if show is None else _nothing
+    with _sigterm_raises(), Starter(words, environment, imports, keep, warn) as start:
         try:
             while queue.open() or busy or faulted:
                 while len(busy) < jobs and (member := queue.next()) is not None:
@@ -197,10 +200,18 @@ def conduct(
 class Starter:
     """Starts members: forked from a server where that goes, each by itself elsewhere and when it is retried."""
 
-    def __init__(self, words: list[str], environment: dict[str, str], imports: Sequence[str] = (), keep: bool = False):
+    def __init__(
+        self,
+        words: list[str],
+        environment: dict[str, str],
+        imports: Sequence[str] = (),
+        keep: bool = False,
+        warn: Callable[[str], None] = lambda text: None,
+    ):
         self.words, self.environment = words, environment | {END_WITH_STDIN: "1"}
-        self.imports, self.keep = imports, keep
+        self.imports, self.keep, self.warn = imports, keep, warn
         self.server: ForkServer | None = None
+        self.servers_left = 1 + REPLACED
 
     def __enter__(self) -> Starter:
         return self
@@ -217,12 +228,11 @@ class Starter:
     def __call__(self, member: Member) -> Member:
         member.log = open(folder_at(member.folder) / "log.txt", "ab" if member.retried else "wb")  # noqa: SIM115 (closed when the process ends)
         words = [*self.words, *member.overrides, "--out", str(member.folder)]
+        if self.server is not None and self.server.gone:
+            self._give_up(self.server)
         forked = None
         if fork_server.can_run(words) and not member.retried:
-            if self.server is None:
-                self.server = ForkServer(self.environment, self.imports)
-                self.server.ready()
-            forked = None if self.server.gone else self.server.start(words[1:], member.log, self.keep)
+            forked = self._forked(words[1:], member.log)
         member.process = forked or subprocess.Popen(
             words,
             env=self.environment,
@@ -232,6 +242,30 @@ class Starter:
             start_new_session=True,  # Ctrl-C reaches the members through us, once, and not through the terminal as well
         )
         return member
+
+    def _forked(self, words: list[str], log: IO[bytes]) -> Forked | None:
+        """The program, forked from a server, a new one if the last has died; None if it has to start by itself."""
+        while self.servers_left:
+            if self.server is None:
+                self.server = ForkServer(self.environment, self.imports)
+                self.server.ready()
+            forked = None if self.server.gone else self.server.start(words, log, self.keep)
+            if not self.server.gone:
+                return forked
+            self._give_up(self.server)
+        return None
+
+    def _give_up(self, server: ForkServer) -> None:
+        """One that died after it served has a successor; one that can't serve here would fare no better again."""
+        self.servers_left = self.servers_left - 1 if server.served else 0
+        if how := server.how_it_ended():
+            then = "Another takes its place" if self.servers_left else "Runs start by themselves from now on"
+            self.warn(f"the server that runs are forked from {how}. {then}.")
+        self.let_go()
+
+
+def _nothing(text: str) -> None:
+    pass
 
 
 def _poll(member: Member) -> bool:

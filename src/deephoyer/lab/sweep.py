@@ -83,13 +83,7 @@ def run_queue(
             environment |= shared.enter_context(gpu_sharing.mps(say, crowd)) if mps else {}
         elif jobs > 1:
             environment.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // jobs)))
-        if show is not None:  # a live table says it all
-            say = _nothing
         conduct([*program, "run", *words], environment, queue, jobs, show, say, _imports(words), not timed)
-
-
-def _nothing(text: str) -> None:
-    pass
 
 
 def _imports(words: Sequence[str]) -> tuple[str, ...]:
