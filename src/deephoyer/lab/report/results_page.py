@@ -16,23 +16,22 @@ MNIST = {
 }
 CIFAR = (
     "The paper's counting leaves out filters and channels that are zero in a layer, whether or not they can be "
-    "removed; *executed* MACs are those after compaction (others: as they report). *Measured by us*: public networks "
-    "of the authors, evaluated and counted by us. *Best test epoch* is given for rows of the last epoch. *Its start* "
-    "is the accuracy at the beginning of the run. *The paper's front there* interpolates its four points and is "
-    "constant past the last; in brackets our difference to it. *Faster*: time of the dense network ÷ time of the "
-    "compacted one, at that batch size. *Per layer* runs compact with `joints: gather`; all but the dense ones had "
-    "teachers."
+    "removed; *executed* MACs are those after compaction (others: as they report). *Measured by us*: the authors' "
+    "public networks. *Best test epoch* is given for rows of the last epoch. *Its start*: the accuracy that the run "
+    "begins with. *The paper's front there* interpolates its four points and is constant past the last; in brackets "
+    "our difference to it. *Faster*: the dense network's time ÷ the compacted one's, at that batch size. *Per layer* "
+    "runs compact with `joints: gather`; all but the dense ones had teachers."
 )
 NOT_RUN = "Not run by us yet: the numbers of the paper and of the methods it compares with."
-NO_SETTINGS = " No run of ours has the paper's exact settings yet."
+NO_SETTINGS = " Not run by us yet with the paper's exact settings."
 SEARCH = (
     "`deephoyer run compare/lenet-5 regularize.penalty=l1 …`: the same epochs, number of strengths tried on held-out "
     "images, and target size; no shifts, no teachers ([how](lessons.md)). *Left*: nonzeros, or MACs by the paper's "
     "counting."
 )
 FIGURES = {
-    "front": "Accuracy against size on MNIST, selected on the test images (test-best)",
-    "front-held-out": "The same, selected on held-out images",
+    "front": "Accuracy against size on MNIST, test-best",
+    "front-held-out": "The same, held-out",
     "cifar": "Accuracy against MACs on CIFAR-10",
     "histograms-lenet-300-100": "Nonzero weights of LeNet-300-100 at three stages",
     "histograms-lenet-5": "Nonzero weights of LeNet-5 at three stages",

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from deephoyer.errors import UserError, shown
+from deephoyer.lab.schema import TITLES
 
 LARGEST = 10**12
 
@@ -56,4 +57,16 @@ class State:
         for name in ("epoch", "round", "best_epoch", "metrics_size", "step"):
             if not 0 <= getattr(state, name) < LARGEST:
                 raise UserError(f"the checkpoint's {name} is {shown(getattr(state, name))}, which no run comes to.")
+        for name in ("accuracy", "top5", "selected", "seconds"):  # a checkpoint has its keys in the alphabet's order
+            setattr(state, name, _by_stage(getattr(state, name)))
         return state
+
+
+def _by_stage(values: dict[str, Any]) -> dict[str, Any]:
+    """In the order of the stages, which the keys name; the last is what a run ends with.
+
+    >>> _by_stage({"dense": 0.98, "finetuned": 0.97, "pruned": 0.5})
+    {'dense': 0.98, 'pruned': 0.5, 'finetuned': 0.97}
+    """
+    known = [*TITLES, *TITLES.values()]
+    return {key: values[key] for key in sorted(values, key=lambda k: known.index(k) if k in known else len(known))}
