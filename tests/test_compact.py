@@ -100,7 +100,11 @@ def unchanged(model: nn.Module, before: dict[str, Tensor]) -> bool:
     return list(after) == list(before) and all(torch.equal(after[k], before[k]) for k in before)
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+SLOW = {"resnet-56": "resnet-20", "resnet50": "regnet", "mnasnet": "mobilenet_v2", "efficientnet": "mobilenet_v3"}
+"""Networks for the slow tests, each with a smaller one that is built of the same kind of blocks."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in NETWORKS])
 def test_half_of_the_channels_go_and_the_outputs_stay(name):
     model, x = network(name)
     coupled = Coupled(model, x)
