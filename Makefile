@@ -7,7 +7,8 @@ BIN := $(VENV)/bin
 CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 # The constraints pin the build's own tools too.
 PIP := PIP_CONSTRAINT=$(CONSTRAINTS) PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet
-PYTEST := -m pytest --numprocesses 2 --dist loadfile
+# Files in their order: sorted by their numbers of tests, a few long tests would come last and one process wait for them.
+PYTEST := -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo docs test test-all test-gpu test-browser torture lint clean
 
