@@ -423,7 +423,8 @@ def test_reading_mnist_starts_no_threads_that_a_fork_would_miss():
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("timed", [True, False], ids=["forked", "kept"])
-def test_forked_members_train_on_the_gpu(tmp_path, timed):
+def test_forked_members_train_on_the_gpu(tmp_path, monkeypatch, timed):
+    monkeypatch.delenv("DEEPHOYER_UNTIMED", raising=False)
     quick = [*QUICK, "device=cuda"]
     team = sweep.members("demo", quick, ["seed=0,1,2,3"], tmp_path)
     sweep.run_queue(["demo", *quick], ListedMembers(team), 2, ["cuda"] * 2, timed=timed)
