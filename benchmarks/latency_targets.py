@@ -113,10 +113,8 @@ def table(record: dict[str, Any]) -> str:
     """What a record holds, in Markdown."""
     rows = ["| network | target | measured | score kept | MAC target: score kept at time |", "|---|--:|--:|--:|--:|"]
     for found in record["lines"]:
-        name, measured = (
-            SPOKEN.get(found["network"], found["network"]),
-            f"{found['measured']:.3f} ± {found['error']:.3f}",
-        )
+        name = SPOKEN.get(found["network"], found["network"])
+        measured = f"{found['measured']:.3f} ± {found['error']:.3f}"
         macs = f"{found['macs_kept']:.3f} at {found['macs_time']:.3f}" if "macs_kept" in found else ""
         rows.append(f"| {name} | {found['asked']:.2f} | {measured} | {found['kept']:.3f} | {macs} |")
     return "\n".join(rows) + "\n"

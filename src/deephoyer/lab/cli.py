@@ -146,7 +146,8 @@ def run(
     if first:
         out.print(f"run folder: {place}")
     job = Run(chosen, place, reporter(out) if first else Silent(), recipes.Command(recipe, tuple(changes)))
-    done = RunFolder(place).has_result_of(chosen)
+    there = RunFolder(place)
+    done = there.has_result_of(chosen)
     try:
         if not done:
             job.execute()
@@ -155,7 +156,7 @@ def run(
         raise typer.Exit(130) from None
     if not first:
         return
-    _show(recorded(RunFolder(place)) if done else finish(job), place)
+    _show(recorded(there) if done else finish(job), place)
     if not is_member():  # a hundred runs of a sweep need no hundred pages; `deephoyer report` makes any of them
         from deephoyer.lab.report import run_page
 
