@@ -268,8 +268,7 @@ def test_a_parameter_free_shortcut_passes_its_channels_on_to_the_next_stage():
 @pytest.mark.parametrize("name", ["resnet18", "vgg11_bn", "mobilenet_v2", "densenet121"])
 def test_groups_agree_with_torch_prunings_graph_where_it_can_follow(name):
     tp = pytest.importorskip("torch_pruning")
-    undrawn = {"init_weights": False} if name == "vgg11_bn" else {}  # its weights would be drawn twice
-    model = getattr(torchvision.models, name)(weights=None, num_classes=10, **undrawn).eval()
+    model = getattr(torchvision.models, name)(weights=None, num_classes=10).eval()
     x = torch.randn(1, 3, 32 if name != "densenet121" else 64, 32 if name != "densenet121" else 64)
     ours = Coupled(model, x)
     names = {module: n for n, module in model.named_modules()}

@@ -22,7 +22,8 @@ from torch import nn
 from deephoyer.errors import UserError
 from deephoyer.export import save
 from deephoyer.inference import Examples
-from deephoyer.plan import Plan, PlanReport
+from deephoyer.plan import Plan
+from deephoyer.plan_report import PlanReport
 from deephoyer.targets import Target
 
 if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:

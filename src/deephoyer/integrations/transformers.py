@@ -22,7 +22,8 @@ from transformers import TrainerCallback
 from deephoyer.errors import UserError
 from deephoyer.export import save
 from deephoyer.inference import Examples
-from deephoyer.plan import Plan, PlanReport
+from deephoyer.plan import Plan
+from deephoyer.plan_report import PlanReport
 from deephoyer.targets import Target
 
 STATE = "deephoyer_plan.pt"
