@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from deephoyer.lab import comparison, recipe
-from deephoyer.lab.report import methods_page, record, verify
+from deephoyer.lab.report import methods_page, own_settings, record, verify
 from deephoyer.lab.report.index import INDEX, index
 from deephoyer.lab.report.paper_tables import highlights
 from deephoyer.lab.report.results_page import page
@@ -207,3 +207,13 @@ def test_prose_about_strengths_has_the_losses_of_the_comparison(compared):
     assert f"it loses {ours[4]:.1f} points at four times the best, {ours[8]:.1f} at eight times." in page
     assert f"{ours[0.5]:.1f} points at half the best, {ours[0.25]:.0f} at a quarter." in page
     assert f"{l1[0.25]:.1f} points at a quarter, {l1[4]:.1f} at four times, {l1[8]:.1f} at eight times" in page
+
+
+def test_the_readme_says_what_came_of_the_papers_settings(records):
+    rows = own_settings.table(own_settings.PAPER, records)
+    titles, verdicts = [row[0] for row in rows], [row[4] for row in rows]
+    words = {6: "six", 7: "seven", 8: "eight"}
+    said = " ".join(text("README.md").split())
+    assert "reproduced" not in verdicts and f"none of the {words[len(rows)]} results that we ran is reproduced" in said
+    larger = verdicts[titles.index("LeNet-5, Hoyer-Square, by the appendix")].removesuffix(" times as large")
+    assert f"LeNet-5 with Hoyer-Square, as accurate with {larger} × the weights" in said
