@@ -33,7 +33,7 @@ import torch
 import image_folders
 from deephoyer.lab import cli, data, search  # what is loaded before the forks need not be after
 from deephoyer.lab.report import run_page
-from deephoyer.lab.train import result, run
+from deephoyer.lab.train import result, resume
 
 SHORT = ("data={name: mnist, limit: 1500}", "device=cpu", "pretrain.epochs=3", "finetune.epochs=3")
 SINGLE = ("run", "demo", *SHORT, "regularize.epochs=4")
@@ -70,8 +70,8 @@ def start(words: Sequence[str], folder: Path) -> int:
         os.dup2(out, 1)
         os.dup2(out, 2)
         torch.set_num_threads(1)
-        run.SAVE_SECONDS = run.SAVE_WITHIN = 0.0
-        run.SAVE_SHARE = float("inf")
+        resume.SAVE_SECONDS = resume.SAVE_WITHIN = 0.0
+        resume.SAVE_SHARE = float("inf")
         result.BATCHES = (1,)  # times are not what is looked at, nor pages
         run_page.write = lambda folder: [folder]
         sys.argv = ["deephoyer", *words, "--out", str(folder)]

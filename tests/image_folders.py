@@ -69,12 +69,12 @@ if __name__ == "__main__":
     import torch
 
     from deephoyer.lab import cli
-    from deephoyer.lab.train import run
+    from deephoyer.lab.train import resume
     from deephoyer.lab.train.step import PlainStep
 
     torch.set_num_threads(1)  # as in the tests' own process: two threads round otherwise
-    run.SAVE_SECONDS = run.SAVE_WITHIN = 0.0
-    run.SAVE_SHARE = 1.0
+    resume.SAVE_SECONDS = resume.SAVE_WITHIN = 0.0
+    resume.SAVE_SHARE = 1.0
     if "TEST_PIDS" in os.environ:
         Path(os.environ["TEST_PIDS"], os.environ["RANK"]).write_text(str(os.getpid()))
     pause = float(os.environ.get("TEST_PAUSE", 0))

@@ -13,6 +13,7 @@ import deephoyer as dh
 from deephoyer.lab import models, recipe
 from deephoyer.lab.methods import METHODS
 from deephoyer.lab.schema import TITLES
+from deephoyer.lab.train.loop import TrainingLoop
 from deephoyer.lab.train.run import METHOD_FILE, Run
 from deephoyer.lab.train.step import CapturedStep
 from deephoyer.scores import SCORES
@@ -44,7 +45,7 @@ OVERRIDES = {
 
 @pytest.fixture(autouse=True)
 def saves_every_epoch(monkeypatch):
-    monkeypatch.setattr("deephoyer.lab.train.run.SAVE_SECONDS", 0.0)
+    monkeypatch.setattr("deephoyer.lab.train.resume.SAVE_SECONDS", 0.0)
 
 
 @pytest.fixture(autouse=True)
@@ -206,34 +207,42 @@ def test_captured_and_plain_steps_of_a_method_agree(tmp_path, name, captures, th
 
 
 @pytest.mark.cuda
-def test_masks_that_change_between_epochs_are_held_by_captured_steps(tmp_path, captures):
+def test_masks_that_change_between_epochs_are_held_by_captured_steps(tmp_path, captures, monkeypatch):
     on_gpu = ["device=cuda", "data={name: mnist, limit: 2000}", "regularize={epochs: 6, strength: 0}"]
     held = []
     run = Run(tiny("iterative-magnitude", *on_gpu), tmp_path)
-    plainly = run._epoch
+    plainly = TrainingLoop.epoch
 
-    def watched(settings, epoch, step):
-        line = plainly(settings, epoch, step)
+    def watched(loop, epoch):
+        line = plainly(loop, epoch)
         if run.state.stage == "regularize" and run.masks is not None:
             held.append(run.masks.density)
             assert all(not run.model.state_dict()[name][~mask].any() for name, mask in run.masks.items())
         return line
 
-    run._epoch = watched
+    monkeypatch.setattr(TrainingLoop, "epoch", watched)
     run.execute()
     assert len(set(held)) == 2 and held == sorted(held, reverse=True)
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("name", ["l0", "sparse-vd", "bc-gnj", "bc-ghs"])
-def test_every_replay_of_a_captured_step_draws_its_own_noise(tmp_path, name, captures):
+def test_every_replay_of_a_captured_step_draws_its_own_noise(tmp_path, name, captures, monkeypatch):
     """Nothing is learned, so that the losses of an epoch differ by its noise alone."""
     still = "regularize={epochs: 5, strength: 0, lr: 1e-12, schedule: constant}"
     changes = ["device=cuda", "data={name: mnist, limit: 2000}", still, "prune=null", "finetune=null"]
     run = Run(recipe.read("demo", [*TINY[:4], OVERRIDES[name][0], *changes]), tmp_path)
-    plainly, drawn = run.seed_of, []
-    run.seed_of = lambda epoch: plainly([0, 1, 1, 2, 3][epoch] if run.state.stage == "regularize" else epoch)
-    run.draw = lambda epoch, draw=run.draw: drawn.append(draw(epoch)) or drawn[run.state.stage == "regularize"]
+    seed_of, draw, drawn = TrainingLoop.seed_of, TrainingLoop.draw, []
+
+    def repeating(loop, epoch):
+        return seed_of(loop, [0, 1, 1, 2, 3][epoch] if run.state.stage == "regularize" else epoch)
+
+    def always_the_first(loop, epoch):
+        drawn.append(draw(loop, epoch))
+        return drawn[run.state.stage == "regularize"]
+
+    monkeypatch.setattr(TrainingLoop, "seed_of", repeating)
+    monkeypatch.setattr(TrainingLoop, "draw", always_the_first)
     run.execute()
     loss = [line["loss"] for line in run.folder.metrics() if line["stage"] == "regularize"]
     assert loss[1] == pytest.approx(loss[2], rel=1e-5), "the same seed"

@@ -22,7 +22,9 @@ from deephoyer.lab.open_network import open_network
 from deephoyer.lab.processes import IMPORTS
 from deephoyer.lab.runs import checkpoint
 from deephoyer.lab.runs.folder import RunFolder
+from deephoyer.lab.train.loop import TrainingLoop
 from deephoyer.lab.train.result import finish, tables
+from deephoyer.lab.train.resume import StageTensors
 from deephoyer.lab.train.run import Run
 
 SMALL = [
@@ -42,8 +44,8 @@ def small(*changes):
 @pytest.fixture(autouse=True, scope="module")
 def saves_every_epoch():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("deephoyer.lab.train.run.SAVE_SECONDS", 0.0)
-        patch.setattr("deephoyer.lab.train.run.SAVE_SHARE", float("inf"))
+        patch.setattr("deephoyer.lab.train.resume.SAVE_SECONDS", 0.0)
+        patch.setattr("deephoyer.lab.train.resume.SAVE_SHARE", float("inf"))
         yield
 
 
@@ -92,15 +94,15 @@ class Stop(Exception):
 
 def cut_after(run, stage, epochs):
     """Runs it as far as that, and no further."""
-    plain = run._epoch
+    plain = TrainingLoop.epoch
 
-    def stopping(settings, epoch, step):
-        if run.state.stage == stage and epoch == epochs:
+    def stopping(loop, epoch):
+        if loop.state.stage == stage and epoch == epochs:
             raise Stop
-        return plain(settings, epoch, step)
+        return plain(loop, epoch)
 
-    run._epoch = stopping
-    with pytest.raises(Stop):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Stop):
+        patch.setattr(TrainingLoop, "epoch", stopping)
         run.execute()
 
 
@@ -129,10 +131,10 @@ def test_a_checkpoint_of_another_version_of_this_program_is_told_in_a_line(copie
 
 
 DRIVER = """
-import signal, sys, deephoyer.lab.train.run as run
+import signal, sys, deephoyer.lab.train.resume as resume
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are born deaf to Ctrl-C
-run.SAVE_SECONDS = 0.0
-run.SAVE_SHARE = float("inf")
+resume.SAVE_SECONDS = 0.0
+resume.SAVE_SHARE = float("inf")
 from deephoyer.lab.cli import main
 sys.argv = ["deephoyer", "run", "demo", "--out", sys.argv[1], *sys.argv[2:]]
 main()
@@ -334,7 +336,7 @@ def test_a_run_that_has_begun_goes_on_without_the_file_it_began_with(tmp_path, w
     stopped = Run(job, tmp_path / "run")
     stopped.folder.open()
     stopped.prepare()
-    stopped._stage("start", {})
+    stopped.run_stage(StageTensors())
     stopped.folder.close()
     start.unlink()
     assert Run(job, tmp_path / "run").execute().finished()

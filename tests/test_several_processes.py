@@ -15,6 +15,7 @@ import torch
 import image_folders
 from deephoyer.lab import models, recipe
 from deephoyer.lab.runs import checkpoint
+from deephoyer.lab.train.loop import TrainingLoop
 from deephoyer.lab.train.run import Run
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
@@ -135,15 +136,15 @@ def stop_in_regularize(run):
     class Stop(Exception):
         pass
 
-    plain = run._epoch
+    plain = TrainingLoop.epoch
 
-    def stopping(*args):
-        if run.state.stage == "regularize":
+    def stopping(loop, epoch):
+        if loop.state.stage == "regularize":
             raise Stop
-        return plain(*args)
+        return plain(loop, epoch)
 
-    run._epoch = stopping
-    with pytest.raises(Stop):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Stop):
+        patch.setattr(TrainingLoop, "epoch", stopping)
         run.execute()
 
 

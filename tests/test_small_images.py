@@ -123,8 +123,8 @@ def test_an_image_that_can_not_be_read_is_named_and_of_no_class(tmp_path):
 
 
 def test_a_run_on_images_in_memory_goes_through_all_stages_and_resumes(tmp_path, photos, monkeypatch):
-    monkeypatch.setattr("deephoyer.lab.train.run.SAVE_SECONDS", 0.0)
-    monkeypatch.setattr("deephoyer.lab.train.run.SAVE_SHARE", 1e9)
+    monkeypatch.setattr("deephoyer.lab.train.resume.SAVE_SECONDS", 0.0)
+    monkeypatch.setattr("deephoyer.lab.train.resume.SAVE_SHARE", 1e9)
     job = made(tmp_path, photos, "pretrain.epochs=8", "pretrain.lr=1e-2")
     whole = Run(job, tmp_path / "whole").execute()
     cut = Run(job, tmp_path / "cut")

@@ -35,7 +35,7 @@ def photos(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def saves_every_step(monkeypatch):
     for name, value in (("SAVE_SECONDS", 0.0), ("SAVE_WITHIN", 0.0), ("SAVE_SHARE", 1e9)):
-        monkeypatch.setattr(f"deephoyer.lab.train.run.{name}", value)
+        monkeypatch.setattr(f"deephoyer.lab.train.resume.{name}", value)
 
 
 def made(tmp_path, photos, *changes):
@@ -278,16 +278,16 @@ class Stop(Exception):
 
 def cut_after(run, stage, steps):
     """Runs it as far as so many steps of a stage, and no further."""
-    plain, done = run._time_to_save, []
+    plain, done = run.checkpoints.due, []
 
-    def stopping(least):
+    def stopping(seconds):
         if run.state.stage == stage:
-            done.append(least)
+            done.append(seconds)
             if len(done) > steps:
                 raise Stop
-        return plain(least)
+        return plain(seconds)
 
-    run._time_to_save = stopping
+    run.checkpoints.due = stopping
     with pytest.raises(Stop):
         run.execute()
 

@@ -12,6 +12,7 @@ from torch import nn
 import deephoyer as dh
 from deephoyer.errors import UserError
 from deephoyer.lab import recipe
+from deephoyer.lab.train.loop import TrainingLoop
 from deephoyer.lab.train.progress import Silent
 from deephoyer.lab.train.run import Run
 from deephoyer.lab.train.strength_control import MOST, correction
@@ -81,22 +82,21 @@ def test_a_guess_far_off_ends_near_the_density_asked_for(tmp_path, guess):
 
 
 def test_a_corrected_run_goes_on_where_it_was_cut_off_in_its_second_round(tmp_path, monkeypatch):
-    monkeypatch.setattr("deephoyer.lab.train.run.SAVE_SECONDS", 0.0)
-    monkeypatch.setattr("deephoyer.lab.train.run.SAVE_SHARE", float("inf"))
+    monkeypatch.setattr("deephoyer.lab.train.resume.SAVE_SECONDS", 0.0)
+    monkeypatch.setattr("deephoyer.lab.train.resume.SAVE_SHARE", float("inf"))
     made = recipe.read("demo", [*SHORT, "regularize.strength=1e-4", "rounds=2", "regularize.epochs=4"])
     whole = weights(Run(made, tmp_path / "whole").execute())
-    cut = Run(made, tmp_path / "cut")
-    save_within, seen = cut.save_within, []
+    save, seen = TrainingLoop.save, []
 
-    def cutting(*args):
-        save_within(*args)
-        seen.append(cut.state.round)
+    def cutting(loop):
+        save(loop)
+        seen.append(loop.state.round)
         if seen.count(1) == 2:
             raise KeyboardInterrupt
 
-    cut.save_within = cutting
-    with pytest.raises(KeyboardInterrupt):
-        cut.execute()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(TrainingLoop, "save", cutting)
+        Run(made, tmp_path / "cut").execute()
     again = Run(made, tmp_path / "cut").execute()
     assert same(weights(again), whole) and len(again.folder.metrics()) == 11
 

@@ -2,7 +2,7 @@
 
 A checkpoint holds everything that the rest of the run depends on. Each carries a digest of its
 content; one that is damaged is passed over for the one before it. What the content means is
-known to `run.py` only.
+known to `train/resume.py` only.
 """
 
 from __future__ import annotations

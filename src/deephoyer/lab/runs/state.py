@@ -1,4 +1,4 @@
-"""Where a run stands: all that a checkpoint holds besides tensors. What the numbers mean is known to `run.py`."""
+"""The position of a run: everything in a checkpoint besides tensors. `train/run.py` and `train/loop.py` change it."""
 
 from __future__ import annotations
 

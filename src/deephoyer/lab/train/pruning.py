@@ -141,9 +141,9 @@ def _aimed(run: Run, settings: Prune, target: PruneTarget, groups: list[Grouping
     elif target.live is not None:
         goal = targets.live(run.model, example, target.live**done)
     else:
-        least = run.accuracy(run.watched) - target.drop if target.drop is not None else target.accuracy
+        least = run.accuracy(run.selection_images) - target.drop if target.drop is not None else target.accuracy
         assert least is not None
-        goal = targets.accuracy(lambda: run.accuracy(run.watched), least)
+        goal = targets.accuracy(lambda: run.accuracy(run.selection_images), least)
     found = targets.value_for(
         goal,
         run.model,
@@ -162,5 +162,5 @@ def _aimed(run: Run, settings: Prune, target: PruneTarget, groups: list[Grouping
 @torch.inference_mode()
 def _tells_images_apart(run: Run) -> bool:
     run.model.eval()
-    found = run.model(run.data.first(run.watched, 100))
+    found = run.model(run.data.first(run.selection_images, 100))
     return len(found) < 2 or not torch.allclose(found, found[:1].expand_as(found), rtol=1e-6, atol=0)
