@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 import deephoyer as dh
-from deephoyer.lab import comparison, models, recipe
+from deephoyer.lab import comparison_protocol, models, recipe
 from deephoyer.lab.choices import named
-from deephoyer.lab.comparison import ComparedRun, Comparison, Entry, Job, holm, sign_flips
+from deephoyer.lab.comparison import ComparedRun, Comparison, Job
+from deephoyer.lab.comparison_protocol import Entry
 from deephoyer.lab.methods import METHODS
 from deephoyer.lab.report import methods_page, own_settings, record
+from deephoyer.lab.report.significance import holm, sign_flips
 
 ROOT = Path(__file__).parents[1]
 
@@ -40,7 +42,7 @@ class Told(Comparison):
         return "can't be pruned that far" if self.held_out(job) is None else None
 
 
-@pytest.mark.parametrize("name", comparison.names())
+@pytest.mark.parametrize("name", comparison_protocol.names())
 def test_every_comparison_gives_all_methods_the_same_epochs_and_as_many_settings(name):
     found = Comparison(name)
     large = name.startswith("resnet")  # of which a run takes minutes
@@ -56,7 +58,7 @@ def test_every_comparison_gives_all_methods_the_same_epochs_and_as_many_settings
         assert last.prune is not None and all(r.prune is None for r in before)
 
 
-@pytest.mark.parametrize("name", comparison.names())
+@pytest.mark.parametrize("name", comparison_protocol.names())
 def test_methods_that_know_the_size_share_nothing_between_sizes(name):
     found = Comparison(name)
     for method, entry in found.methods.items():
@@ -88,7 +90,7 @@ def test_a_trained_network_serves_all_sizes_and_the_dense_one_all_methods():
     assert len(admm) == 2 and admm[0] == chains[0.01][0]
 
 
-@pytest.mark.parametrize("name", comparison.names())
+@pytest.mark.parametrize("name", comparison_protocol.names())
 def test_the_epochs_of_a_plan_are_those_of_the_recipes(name):
     found = Comparison(name)
     runs, done = found.cost()
@@ -366,7 +368,7 @@ def test_a_comparison_runs_to_its_end_goes_on_after_a_stop_and_writes_its_page(c
     assert len(finals) == 4 and all(o["commit"] is None or len(o["commit"]) == 40 for o in finals)
     assert all(o["share"] <= o["size"] * 1.001 for o in finals if o["method"] != "l1")
     assert record.find(Path("results")) == []  # a comparison is no record
-    protocol = comparison.read("mine.yaml")
+    protocol = comparison_protocol.read("mine.yaml")
     table = methods_page._table(protocol, content, 0.1)
     assert table.count("`") == 8 and "regularize.strength=" in table and methods_page.NOT_RUN not in table
     assert "How much the setting matters" in methods_page._flatness(protocol, content)
@@ -413,11 +415,11 @@ def test_results_without_a_protocol_belong_to_the_comparison_that_comes_with_the
 def test_the_page_of_methods_is_made_from_what_is_kept():
     made = methods_page.page(ROOT / "results" / "methods", ROOT / "docs" / "figures")
     assert made == (ROOT / "docs" / "methods.md").read_text(encoding="utf-8"), "stale: run `deephoyer compare all`"
-    assert len(re.findall(r"`deephoyer compare ", made)) == len(comparison.names())
+    assert len(re.findall(r"`deephoyer compare ", made)) == len(comparison_protocol.names())
 
 
 def test_a_comparison_without_results_is_one_sentence(tmp_path):
-    text = methods_page._planned("lenet-5", comparison.read("lenet-5"))
+    text = methods_page._planned("lenet-5", comparison_protocol.read("lenet-5"))
     assert "iterative magnitude; ADMM" in text and "at 1.63, 0.81 and 0.5 % of the weights" in text
     assert "10 epochs of regularize, 6 epochs of finetune and `finetune.lr=4e-3`" in text
     assert "| method |" not in methods_page.page(tmp_path / "methods")

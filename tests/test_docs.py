@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from deephoyer.lab import comparison, recipe
+from deephoyer.lab import comparison_protocol, recipe
 from deephoyer.lab.report import methods_page, own_settings, record, verify
 from deephoyer.lab.report.index import INDEX, index
 from deephoyer.lab.report.paper_tables import highlights
@@ -172,7 +172,7 @@ def test_the_commands_of_records_give_folders_that_can_be_made(records):
 @pytest.fixture(scope="module")
 def compared():
     """Of the comparison that prose speaks of: its protocol and what it found."""
-    protocol = comparison.read("lenet-300-100")
+    protocol = comparison_protocol.read("lenet-300-100")
     return protocol, methods_page.read("lenet-300-100", protocol)
 
 

@@ -104,7 +104,7 @@ def _expected(expect: Any) -> str:
 
 def _kinds() -> dict[str, Any]:
     from deephoyer.groups import GROUPINGS
-    from deephoyer.lab import comparison, models
+    from deephoyer.lab import comparison_protocol, models
     from deephoyer.lab.data import DATASETS
     from deephoyer.lab.methods import METHODS
     from deephoyer.lab.recipe_keys import keys as every_key
@@ -120,7 +120,7 @@ def _kinds() -> dict[str, Any]:
         "scores": SCORES.describe,
         "rules": RULES.describe,
         "methods": METHODS.describe,
-        "comparisons": lambda: [(name, comparison.read(name).about) for name in comparison.names()],
+        "comparisons": lambda: [(n, comparison_protocol.read(n).about) for n in comparison_protocol.names()],
         "keys": lambda: [(key, f"{words} Default: {default}.") for key, _, default, words in every_key()],
     }
 

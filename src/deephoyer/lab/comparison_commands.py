@@ -90,14 +90,14 @@ def _table(found: Comparison) -> Table:
 
 
 def _draw(name: str) -> None:
-    from deephoyer.lab import comparison
+    from deephoyer.lab import comparison_protocol
     from deephoyer.lab.report import methods_page
     from deephoyer.lab.report.figures.methods import every_seed, off_by_a_factor
     from deephoyer.lab.report.figures.style import save
 
-    if name not in comparison.names():
+    if name not in comparison_protocol.names():
         return
-    protocol = comparison.read(name)
+    protocol = comparison_protocol.read(name)
     content = methods_page.read(name, protocol)
     sizes = {
         size: {m: [100 * o.accuracy for o in methods_page.finals(protocol, content, m, size)] for m in protocol.methods}

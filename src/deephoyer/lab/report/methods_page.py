@@ -13,10 +13,12 @@ from typing import Any
 
 from deephoyer.errors import UserError
 from deephoyer.files import folder_at, write_atomically
-from deephoyer.lab import comparison
-from deephoyer.lab.comparison import FORMAT, ComparedRun, Comparison, Protocol, holm, near, sign_flips
+from deephoyer.lab import comparison_protocol
+from deephoyer.lab.comparison import FORMAT, ComparedRun, Comparison, near
+from deephoyer.lab.comparison_protocol import Protocol
 from deephoyer.lab.report import own_settings
 from deephoyer.lab.report.record import Record, read_all
+from deephoyer.lab.report.significance import holm, sign_flips
 
 RESULTS = Path("results") / "methods"
 LEVEL = 0.05
@@ -65,7 +67,7 @@ def read(name: str, protocol: Protocol, results: Path = RESULTS) -> dict[str, An
 
 def _packaged(name: str) -> str | None:
     """The digest of the comparison of that name that comes with the package, which results without any belong to."""
-    return comparison.read(name).digest() if name in comparison.names() else None
+    return comparison_protocol.read(name).digest() if name in comparison_protocol.names() else None
 
 
 def _content(path: Path) -> dict[str, Any] | None:
@@ -80,8 +82,8 @@ def _content(path: Path) -> dict[str, Any] | None:
 def page(results: Path = RESULTS, figures: Path | None = None) -> str:
     """The whole page, as Markdown."""
     parts = [(Path(__file__).parent / "templates" / "methods.md").read_text(encoding="utf-8").rstrip()]
-    for name in comparison.names():
-        protocol = comparison.read(name)
+    for name in comparison_protocol.names():
+        protocol = comparison_protocol.read(name)
         content = read(name, protocol, results)
         parts.append(f"## {protocol.about}")
         if content is None or not content["outcomes"]:

@@ -1,0 +1,141 @@
+"""The YAML file of a comparison (`comparisons/`): a recipe, sizes, and methods with a grid of values to search.
+
+Nothing is run here. What the protocol prescribes, and which runs follow from it, is in `comparison.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from deephoyer.errors import UserError, unknown
+from deephoyer.files import plain_file
+from deephoyer.lab import bounded_yaml
+
+FOLDER = Path(__file__).parent / "comparisons"
+
+
+class Entry(BaseModel):
+    """A method: the overrides that choose it, and the override whose value is searched."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    words: tuple[str, ...] = ()
+    vary: str
+    """An override with VALUE in it."""
+    values: tuple[float, ...] = Field(min_length=2)
+    way: Literal["train", "cut", "scratch"] = "train"
+    """Trained, then pruned; pruned at once, with all epochs for finetuning; or pruned before training from scratch."""
+    each_size: bool = False
+    """Whether training depends on the size: then every size is trained separately."""
+    least: float | None = None
+    most: float | None = None
+    """The limits of a grid that is extended."""
+
+    @model_validator(mode="after")
+    def _can_be_searched(self) -> Entry:
+        if "VALUE" not in self.vary:
+            raise UserError(f"vary: {self.vary!r} has no VALUE in it, like regularize.strength=VALUE.")
+        if list(self.values) != sorted(set(self.values)) or self.values[0] <= 0:
+            raise UserError(f"values: {list(self.values)} must increase and be above 0.")
+        return self
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether the searched setting is the strength of a penalty."""
+        return self.vary == "regularize.strength=VALUE"
+
+    def word(self, value: float) -> str:
+        return self.vary.replace("VALUE", f"{value:g}")
+
+    def beyond(self, values: Sequence[float], end: int) -> float | None:
+        """The value that extends a grid before its first (end 0) or after its last (end −1); None beyond the limits."""
+        ratio = values[-1] / values[-2] if end else values[0] / values[1]
+        following = float(f"{values[end] * ratio:.2g}")
+        if all(value == int(value) for value in self.values):
+            following = float(max(1, round(following)))
+        inside = (self.least or 0) <= following and (self.most is None or following <= self.most)
+        return following if inside and following not in values else None
+
+
+class Epochs(BaseModel):
+    """The epochs of the stages, the same for every method; a recipe's own are too many for a thousand runs."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    pretrain: int | None = Field(default=None, ge=1)
+    regularize: int | None = Field(default=None, ge=1)
+    finetune: int | None = Field(default=None, ge=1)
+
+    def words(self) -> list[str]:
+        return [f"{stage}.epochs={epochs}" for stage, epochs in self if epochs is not None]
+
+
+class Protocol(BaseModel):
+    """The content of a comparison's YAML file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    about: str
+    base: str
+    """The recipe of all runs."""
+    epochs: Epochs = Epochs()
+    """Replace those of the recipe."""
+    words: tuple[str, ...] = ()
+    """More overrides for all runs; those on the command line take precedence."""
+    target: Literal["live", "macs"]
+    sizes: tuple[float, ...] = Field(min_length=1)
+    choose: int = Field(default=3, ge=1)
+    """The number of seeds that choose a setting: 0, 1, …"""
+    choose_at: Literal["each size", "the middle size"] = "each size"
+    """Whether a setting is chosen for every size, or at the middle size for all."""
+    extensions: int = Field(default=3, ge=0)
+    """How many values a grid may be extended by, where its best value is at an end."""
+    final: int = Field(default=10, ge=1)
+    """The number of fresh seeds for the chosen settings."""
+    methods: dict[str, Entry]
+
+    @property
+    def fresh_seeds(self) -> range:
+        """The seeds of the chosen settings."""
+        return range(self.choose, self.choose + self.final)
+
+    def digest(self) -> str:
+        """The protocol's identity, without its description and keys at their defaults."""
+        content = self.model_dump(mode="json", exclude={"about"}, exclude_defaults=True)
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+    def chooses_at(self, size: float) -> bool:
+        return self.choose_at == "each size" or size == self.middle
+
+    @property
+    def middle(self) -> float:
+        """The size that is compared first."""
+        return self.sizes[len(self.sizes) // 2]
+
+
+def names() -> list[str]:
+    """The comparisons that come with the package."""
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def read(name: str) -> Protocol:
+    """The comparison of that name, or of a file."""
+    path = Path(name) if Path(name).suffix in (".yaml", ".yml") else FOLDER / f"{name}.yaml"
+    if path.parent == FOLDER and name not in names():
+        raise unknown("comparison", name, names())
+    try:
+        content = bounded_yaml.load(plain_file(path).read_text(encoding="utf-8"))
+        return Protocol.model_validate(content)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as why:
+        raise UserError(f"comparison {name}: can't be read: {why}.") from None
+    except ValidationError as why:
+        first = why.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise UserError(f"comparison {name}: {place}: {first.get('ctx', {}).get('error') or first['msg']}") from None
