@@ -127,9 +127,9 @@ def measured(model: str, size: int, batch: int, workers: int, device: str, secon
         torch.set_num_threads(1)  # as in a worker
         timed("one core", lambda: read(next(cropped)), 8, torch.device("cpu"), 1)
         torch.set_num_threads(threads)
-        timed("training alone", lambda: step._once(ready), batch, place, warm_up)
+        timed("training alone", lambda: step._step(ready), batch, place, warm_up)
         timed("reading alone", lambda: next(reading), batch, place, workers)
-        timed("training on what is read", lambda: step._once(next(reading)), batch, place, workers)
+        timed("training on what is read", lambda: step._step(next(reading)), batch, place, workers)
         reading.close()
     return found, file_size
 

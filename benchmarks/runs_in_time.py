@@ -40,7 +40,7 @@ from deephoyer.lab.runs.find import RUNS
 from deephoyer.lab.runs.folder import RunFolder
 from deephoyer.lab.schema import STAGES, Recipe, is_file
 from deephoyer.lab.stages import Training
-from deephoyer.lab.train.result import COMPACT, finish, recorded
+from deephoyer.lab.train.result import COMPACT, finish, read_record
 from deephoyer.lab.train.run import Run
 from deephoyer.latency import measure as measure_latency
 
@@ -206,7 +206,7 @@ def in_this_process(
     began, left, known = time.monotonic(), [], dict(pace)
     for job in jobs:
         if job.done():
-            job.record = recorded(RunFolder(job.folder))
+            job.record = read_record(RunFolder(job.folder))
             continue
         expected = job.epochs_left() * known[job.network] + around
         if time.monotonic() - began + expected > seconds:
@@ -322,7 +322,7 @@ def at_once(
     records.finish(queue.until)
     for job in queue.jobs:
         if job.done():
-            job.record = recorded(RunFolder(job.folder))
+            job.record = read_record(RunFolder(job.folder))
     return queue.left()
 
 

@@ -78,11 +78,11 @@ if __name__ == "__main__":
     if "TEST_PIDS" in os.environ:
         Path(os.environ["TEST_PIDS"], os.environ["RANK"]).write_text(str(os.getpid()))
     pause = float(os.environ.get("TEST_PAUSE", 0))
-    once = PlainStep._once
+    once = PlainStep._step
 
     def slowly(self, draw):
         time.sleep(pause)
         once(self, draw)
 
-    PlainStep._once = slowly
+    PlainStep._step = slowly
     cli.main()

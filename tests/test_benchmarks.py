@@ -275,7 +275,7 @@ def test_what_is_packed_keeps_within_its_size_and_names_what_found_no_room(monke
     for job in jobs:
         folder = RunFolder(job.folder)
         folder.checkpoints.mkdir(parents=True)
-        folder.write_words(job.command, job.recipe)
+        folder.write_command(job.command, job.recipe)
         folder.add_metrics({"stage": "pretrain"})
         (folder.checkpoints / "000001.safetensors").write_bytes(random.Random(0).randbytes(5000))
     folders = [job.folder for job in jobs]

@@ -23,7 +23,7 @@ def test_the_last_two_checkpoints_are_kept_and_the_newest_is_read(tmp_path):
 @pytest.mark.parametrize("name", ["x.step", "99.step", "0.", "2.step"])
 def test_state_that_no_parameter_of_the_optimizer_has_is_refused(name):
     net = nn.Linear(3, 2)
-    with pytest.raises(dh.UserError, match="which this run's has not"):
+    with pytest.raises(dh.UserError, match="which this run's optimizer does not have"):
         checkpoint.refill(torch.optim.Adam(net.parameters()), {name: torch.ones(())}, {})
 
 
@@ -43,7 +43,7 @@ class Runs:
 def test_a_torch_file_that_wants_to_run_something_is_not_opened(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save({"x": Runs()}, "net.pt")
-    with pytest.raises(dh.UserError, match="holds more than tensors, and is not opened"):
+    with pytest.raises(dh.UserError, match="contains more than tensors and is not opened"):
         checkpoint.fill(nn.Linear(3, 2), tmp_path / "net.pt", "start")
     assert not (tmp_path / "it-ran").exists()
 

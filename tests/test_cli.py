@@ -61,7 +61,7 @@ def test_a_summary_that_is_not_ours_is_told_in_a_line(command, tmp_path):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "summary.json").write_text("{}")
     status, _, said = command("show", "other")
-    assert status == 2 and "not one that this deephoyer wrote" in said
+    assert status == 2 and "not written by this version of deephoyer" in said
 
 
 def test_the_same_command_on_a_finished_run_shows_it_again(command, tmp_path):
@@ -80,7 +80,7 @@ def test_a_finished_run_whose_checkpoints_were_deleted_is_not_trained_again(comm
     status, out, _ = command("run", "demo", *QUICK)
     assert status == 0 and "finetuned" in out
     assert (folder / "metrics.jsonl").read_bytes() == metrics and not (folder / "checkpoints").exists()
-    for other, told in (("seed=5", "made by another recipe"), ("finetune.lr=0.5", "would be overwritten")):
+    for other, told in (("seed=5", "belongs to another recipe"), ("finetune.lr=0.5", "would be overwritten")):
         status, _, err = command("run", "demo", *QUICK, other, "--out", str(folder))
         assert status == 2 and told in err and (folder / "metrics.jsonl").read_bytes() == metrics
 
@@ -99,11 +99,11 @@ def test_cp_gives_a_recipe_that_runs(command, tmp_path):
         (["run", "nope"], "is not a recipe"),
         (["run", "demo", "regularize.penalty=hoyer_sq"], "Did you mean 'hoyer-square'?"),
         (["run", "missing.yaml"], "can't be read"),
-        (["run", "demo", "device=cuda:7"], "is not there"),
+        (["run", "demo", "device=cuda:7"], "does not exist"),
         (["list", "penaltys"], "Did you mean 'penalties'?"),
         (["show", "nowhere"], "folder of a finished run"),
         (["cp", "demo", "no/such/folder.yaml"], "can't be written"),
-        (["run", "demo", "--out", "/proc/nothing"], "can't be made"),
+        (["run", "demo", "--out", "/proc/nothing"], "can't be created"),
     ],
 )
 def test_a_mistake_is_one_or_two_lines_and_status_2(command, words, told):

@@ -55,7 +55,7 @@ def test_teachers_whose_answers_are_kept_say_the_same_and_are_asked_once(half, t
     plain, first, again = losses(most_passes=0)[0], losses(keep=True), losses(keep=True)
     torch.testing.assert_close(first[0], plain, rtol=0, atol=3e-2 if half else 2e-3)  # kept as float16
     assert first[1] == 2 * 18 and again[1] == 0 and torch.equal(first[0], again[0])
-    assert "teacher: 18 of 18 positions" in notes
+    assert "predictions of the teacher: 18 of 18 positions" in notes
     assert losses(temperature=3.0, keep=True)[1] == 2 * 18  # what was kept is no answer to this
     with torch.no_grad():
         nets[1].conv1.weight[0] += 1
@@ -77,7 +77,7 @@ def test_of_several_that_want_the_same_answers_one_asks_and_the_others_wait(tmp_
             yield torch.full((2, 10), position / 4)
 
     with ThreadPoolExecutor() as pool:
-        found = list(pool.map(lambda _: teacher_cache.kept("same", 3, slowly(), print), range(4)))
+        found = list(pool.map(lambda _: teacher_cache.load_or_compute("same", 3, slowly(), print), range(4)))
     assert asked == [0, 1, 2]
     assert all(torch.equal(table, found[0]) for table in found) and found[0][2, 0, 0] == 0.5
 
@@ -90,16 +90,20 @@ def test_answers_that_can_not_be_written_are_used_all_the_same(tmp_path, monkeyp
 
     monkeypatch.setattr(teacher_cache, "write_atomically", full)
     notes = []
-    assert torch.equal(teacher_cache.kept("a", 1, iter([torch.ones(2, 3)]), notes.append), torch.ones(1, 2, 3).half())
-    assert notes[-1] == "the disk is full. The answers are not kept."
+    assert torch.equal(
+        teacher_cache.load_or_compute("a", 1, iter([torch.ones(2, 3)]), notes.append), torch.ones(1, 2, 3).half()
+    )
+    assert notes[-1] == "the disk is full. The predictions are not cached."
 
 
 def test_answers_that_have_no_place_are_used_all_the_same(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("DEEPHOYER_DATA", str(tmp_path / "file"))
     notes = []
-    assert torch.equal(teacher_cache.kept("a", 1, iter([torch.ones(2, 3)]), notes.append), torch.ones(1, 2, 3).half())
-    assert "can't be made" in notes[0] and "The answers are not kept." in notes[0]
+    assert torch.equal(
+        teacher_cache.load_or_compute("a", 1, iter([torch.ones(2, 3)]), notes.append), torch.ones(1, 2, 3).half()
+    )
+    assert "can't be made" in notes[0] and "The predictions are not cached." in notes[0]
 
 
 def test_answers_that_are_there_are_read_where_nothing_can_be_locked(tmp_path, monkeypatch):
@@ -107,7 +111,7 @@ def test_answers_that_are_there_are_read_where_nothing_can_be_locked(tmp_path, m
     (tmp_path / "teachers" / "a.lock").mkdir(parents=True)
     for again in range(2):
         asked = iter([torch.full((2, 3), 0.5)] if not again else ())
-        assert torch.equal(teacher_cache.kept("a", 1, asked, print), torch.full((1, 2, 3), 0.5).half())
+        assert torch.equal(teacher_cache.load_or_compute("a", 1, asked, print), torch.full((1, 2, 3), 0.5).half())
 
 
 def test_teachers_of_two_kinds_teach_the_mean_of_what_both_say(tmp_path):

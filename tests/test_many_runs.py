@@ -322,10 +322,10 @@ def test_a_server_that_died_is_replaced_once_and_what_it_said_is_told(tmp_path):
     assert [(m.status, m.retried) for m in team] == [(0, True), (0, False), (0, True), (0, False)]
     (first, own), (second,), (third, alone), (fourth,) = ((m.folder / "parents").read_text().split() for m in team)
     assert second == third != first and {own, alone, fourth} == {me} and me not in (first, second)
-    killed = "the server that runs are forked from was killed by SIGKILL; it had said: a driver is too old"
+    killed = "the fork server was killed by SIGKILL; last line of its log: a driver is too old"
     assert [line for line in told if "server" in line] == [
-        f"{killed}. Another takes its place.",
-        f"{killed}. Runs start by themselves from now on.",
+        f"{killed}. A new one is started.",
+        f"{killed}. Runs are started without it from now on.",
     ]
 
 
@@ -337,8 +337,8 @@ def test_a_server_that_can_not_begin_says_why_and_runs_go_on_without_it(tmp_path
     conduct([sys.executable, "-c", "pass"], environment, ListedMembers(team), 1, seen.append, told.append, ["breaks"])
     assert [m.status for m in team] == [0, 0] and seen
     assert told == [
-        "the server that runs are forked from ended with status 1; it had said: OSError: no space left. "
-        "Runs start by themselves from now on."
+        "the fork server ended with status 1; last line of its log: OSError: no space left. "
+        "Runs are started without it from now on."
     ]
 
 

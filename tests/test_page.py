@@ -92,7 +92,7 @@ def test_a_transformers_page_shows_which_heads_stayed_in_which_layer(folder):
     (folder / "summary.json").write_text(json.dumps({**summary, "compact_report": report}))
     text = run_page.write(folder)[0].read_text(encoding="utf-8")
     left = small.self_attn.num_heads
-    assert "Heads × layers" in text and f"<td>{left} of 4</td>" in text and text.count('stayed">■') == left
+    assert "Heads × layers" in text and f"<td>{left} of 4</td>" in text and text.count('kept">■') == left
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_the_page_lives_in_a_browser(browser, folder, scheme, width, request):
     after = page.evaluate(
         "JSON.stringify(Bokeh.documents.map(d => d.get_model_by_name('magnitude bars')).find(m => m).data)"
     )
-    assert before != after and "stayed" in page.inner_text("#magnitude-words")
+    assert before != after and "kept" in page.inner_text("#magnitude-words")
     if request.config.getoption("--screenshots"):
         page.screenshot(path=f"{request.config.getoption('--screenshots')}/{scheme}-{width}.png", full_page=True)
     page.close()

@@ -119,7 +119,7 @@ def test_a_record_carries_the_words_of_the_run_and_its_whole_recipe(runs, publis
 
 def test_a_run_without_words_is_refused(tmp_path):
     finish(Run(recipe.read("paper/lenet-300-100", [*TINY, *ONCE]), tmp_path / "run").execute())
-    with pytest.raises(UserError, match="which words it was started with"):
+    with pytest.raises(UserError, match="which command started it"):
         publish.publish(tmp_path / "run", tmp_path / "results")
 
 

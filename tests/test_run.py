@@ -225,12 +225,12 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(whole, copied):
 def test_a_folder_with_no_whole_checkpoint_says_so(copied):
     for path in (copied / "checkpoints").glob("*.safetensors"):
         path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(dh.UserError, match="No whole checkpoint is left"):
+    with pytest.raises(dh.UserError, match="No intact checkpoint is left"):
         Run(small(), copied).execute()
 
 
 def test_a_folder_made_by_another_recipe_is_refused(copied):
-    with pytest.raises(dh.UserError, match=r"made by another recipe \(regularize.strength was 0.001, now 0.002\)"):
+    with pytest.raises(dh.UserError, match=r"belongs to another recipe \(regularize.strength was 0.001, now 0.002\)"):
         Run(small("regularize.strength=2e-3"), copied).execute()
 
 
@@ -281,7 +281,7 @@ def test_a_run_starts_from_the_run_that_its_words_make_or_says_how_to_make_that(
     monkeypatch.chdir(tmp_path)
     words = " ".join(["demo", *(shlex.quote(change) for change in SMALL), "finetune=null prune=null regularize=null"])
     later = small("pretrain=null", f"start={json.dumps(words)}")
-    with pytest.raises(dh.UserError, match=r"(?s)start: a network is neither .*Make it.*deephoyer run demo"):
+    with pytest.raises(dh.UserError, match=r"(?s)start: the network is neither .*train it with.*deephoyer run demo"):
         Run(later, "runs/later").execute()
     dense = recipe.Command.parse(words)
     first = Run(dense.read(), "runs/whatever", command=dense)
@@ -343,7 +343,7 @@ def test_a_run_that_has_begun_goes_on_without_the_file_it_began_with(tmp_path, w
 
 
 def test_a_place_that_cannot_be_written_is_told_in_a_line():
-    with pytest.raises(dh.UserError, match="can't be made"):
+    with pytest.raises(dh.UserError, match="can't be created"):
         Run(small(), "/proc/deephoyer-run").execute()
 
 

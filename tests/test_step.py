@@ -11,7 +11,7 @@ from deephoyer import strength
 from deephoyer.lab import data, models
 from deephoyer.lab.stages import Training
 from deephoyer.lab.train import batches
-from deephoyer.lab.train.epoch_tensors import Tables
+from deephoyer.lab.train.epoch_tensors import EpochTensors
 from deephoyer.lab.train.optim import make_optimizer, rate_at, set_rate
 from deephoyer.lab.train.step import CapturedStep, PlainStep, largest_divisor, warm_up
 
@@ -72,7 +72,7 @@ def test_an_epoch_of_plain_steps_is_the_loop_by_hand():
 @given(st.integers(1, 60), st.integers(1, 10), st.integers(0, 3), st.booleans())
 def test_tables_give_the_steps_of_an_epoch_in_order(steps, unroll, begun, moves):
     first, drawn = (batches.draw(torch.arange(steps * 2), 2, int(moves), moves, seed) for seed in (0, 1))
-    tables = Tables(first, torch.device("cpu"))
+    tables = EpochTensors(first, torch.device("cpu"))
     index = tables.drawn.index
     tables.fill(first, [0.0] * steps)
     assert tables.fit(drawn)
@@ -92,7 +92,7 @@ def test_tables_give_the_steps_of_an_epoch_in_order(steps, unroll, begun, moves)
 
 
 def test_an_epoch_of_another_shape_does_not_fit():
-    tables = Tables(batches.draw(torch.arange(10), 2, 0, False, 0), torch.device("cpu"))
+    tables = EpochTensors(batches.draw(torch.arange(10), 2, 0, False, 0), torch.device("cpu"))
     assert not tables.fit(batches.draw(torch.arange(12), 2, 0, False, 0))
     assert not tables.fit(batches.draw(torch.arange(10), 2, 1, False, 0))
 

@@ -15,7 +15,7 @@ from deephoyer.lab import recipe
 from deephoyer.lab.train.loop import TrainingLoop
 from deephoyer.lab.train.progress import Silent
 from deephoyer.lab.train.run import Run
-from deephoyer.lab.train.strength_control import MOST, correction
+from deephoyer.lab.train.strength_control import MAX_FACTOR, correction
 from deephoyer.strength import Cosine, Listed
 from test_run import same, weights
 
@@ -48,7 +48,7 @@ densities = st.floats(0.01, 0.99)
 @given(densities, densities, densities, st.integers(1, 9))
 def test_a_correction_is_bounded_and_goes_the_right_way(before, now, aim, done):
     factor = correction(before, now, aim, [0.1] * 10, done)
-    assert 1 / MOST <= factor <= MOST
+    assert 1 / MAX_FACTOR <= factor <= MAX_FACTOR
     assert factor <= correction(before, min(0.999, now * 1.1), aim, [0.1] * 10, done)  # slower: no weaker
 
 
@@ -62,13 +62,13 @@ def test_a_density_that_falls_as_planned_needs_no_correction(start, share, done)
 def test_at_rest_a_strength_is_only_let_go():
     rates = [0.1] * 10
     assert correction(0.9, 0.9, 0.1, rates, 9) == 1.0
-    assert correction(0.2, 0.09, 0.1, rates, 9) == 1 / MOST
+    assert correction(0.2, 0.09, 0.1, rates, 9) == 1 / MAX_FACTOR
 
 
 def test_a_density_that_stays_at_its_aim_leaves_the_strength_nearly_alone():
     assert 0.9 < correction(0.2001, 0.2001, 0.2, [0.1] * 20, 5) < 1.1
     assert 0.9 < correction(0.19999, 0.19999, 0.2, [0.1] * 20, 5) < 1.1
-    assert correction(0.2, 0.0, 0.1, [0.1] * 20, 5) == 1 / MOST
+    assert correction(0.2, 0.0, 0.1, [0.1] * 20, 5) == 1 / MAX_FACTOR
 
 
 @pytest.mark.parametrize("guess", [1e-5, 1e-4, 1e-2])
@@ -78,7 +78,7 @@ def test_a_guess_far_off_ends_near_the_density_asked_for(tmp_path, guess):
     lines = [line for line in run.folder.metrics() if line["stage"] == "regularize"]
     assert lines[0]["strength"] == guess and len({line["strength"] for line in lines}) > 3
     assert 0.13 < lines[-1]["effective_density"] < 0.27
-    assert f"the density is {lines[-1]['effective_density']:.3g}, 0.2 was asked for" in " ".join(told.notes)
+    assert f"effective density {lines[-1]['effective_density']:.3g}, target 0.2" in " ".join(told.notes)
 
 
 def test_a_corrected_run_goes_on_where_it_was_cut_off_in_its_second_round(tmp_path, monkeypatch):

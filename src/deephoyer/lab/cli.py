@@ -136,7 +136,7 @@ def run(
     from deephoyer.lab.runs.folder import RunFolder
     from deephoyer.lab.train.distributed import rank
     from deephoyer.lab.train.progress import Silent, reporter
-    from deephoyer.lab.train.result import finish, recorded
+    from deephoyer.lab.train.result import finish, read_record
     from deephoyer.lab.train.run import Run
 
     changes = overrides or []
@@ -156,7 +156,7 @@ def run(
         raise typer.Exit(130) from None
     if not first:
         return
-    _show(recorded(there) if done else finish(job), place)
+    _show(read_record(there) if done else finish(job), place)
     if not is_member():  # a hundred runs of a sweep need no hundred pages; `deephoyer report` makes any of them
         from deephoyer.lab.report import run_page
 
@@ -186,9 +186,9 @@ def cp(
 def show(folder: Annotated[Path, typer.Argument(help="the folder of a finished run")]) -> None:
     """Shows the summary of a finished run again."""
     from deephoyer.lab.runs.folder import RunFolder
-    from deephoyer.lab.train.result import recorded
+    from deephoyer.lab.train.result import read_record
 
-    _show(recorded(RunFolder(folder)), folder)
+    _show(read_record(RunFolder(folder)), folder)
 
 
 Stored = Annotated[Path, typer.Argument(help="a run's folder, or a .safetensors file")]
@@ -314,7 +314,7 @@ def _show(result: dict[str, Any], folder: Path) -> None:
 
     for table in tables(result, out.width):
         out.print(table)
-    out.print(f"in {folder}")
+    out.print(f"run folder: {folder}")
 
 
 def _complain(text: str) -> None:
@@ -328,9 +328,9 @@ def _complain_once(why: UserError) -> None:
     if number == "0":
         _complain(str(why))
         return
-    from deephoyer.lab.train.distributed import told_by_another
+    from deephoyer.lab.train.distributed import reported_by_rank_0
 
-    if not told_by_another(why):
+    if not reported_by_rank_0(why):
         _complain(f"process {number}: {why}")
 
 

@@ -125,7 +125,7 @@ class ForkServer:
         end = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
         self._errors.seek(0)
         lines = self._errors.read().decode(errors="replace").strip().splitlines()
-        return f"{end}; it had said: {lines[-1]}" if lines else end
+        return f"{end}; last line of its log: {lines[-1]}" if lines else end
 
     def close(self) -> None:
         self._socket.close()

@@ -73,7 +73,7 @@ def file_of(path: Path) -> Path:
     recipe = RunFolder(path).recipe()
     file = path / (recipe.result_file if recipe else "finetuned.safetensors")
     if not file.exists() or not (path / "summary.json").exists():
-        raise UserError(f"{path} has no {file.name} of its end: is it the folder of a finished run?")
+        raise UserError(f"{path} has no {file.name}: is it the folder of a finished run?")
     return file
 
 

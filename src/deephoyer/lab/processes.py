@@ -53,7 +53,7 @@ class Member:
 
     @property
     def title(self) -> str:
-        return self.name or " ".join(self.overrides) or "as it is"
+        return self.name or " ".join(self.overrides) or "(no overrides)"
 
     @property
     def busy(self) -> bool:
@@ -64,15 +64,15 @@ class Member:
         if self.status is not None:
             return "done" if self.status == 0 else f"failed: {self.log_tail()}"
         if self.process is None:
-            return "waits"
+            return "waiting"
         last = _last_line(self.folder / "metrics.jsonl")
         if not last:
-            return "starts"
+            return "starting"
         try:
             metrics = json.loads(last)
             return f"{metrics['stage']} {metrics['epoch']}: {describe(metrics)}"
         except (ValueError, KeyError):
-            return "runs"
+            return "running"
 
     def log_tail(self) -> str:
         """Why it ended: the signal that killed it, or the last line it wrote."""
@@ -161,7 +161,7 @@ def conduct(
                 while len(busy) < jobs and (member := queue.next()) is not None:
                     busy.append(member)  # before it starts, which may take seconds: Ctrl-C then finds it here
                     start(member)
-                    say(f"starts: {member.title}")
+                    say(f"started: {member.title}")
                 if faulted and not busy:
                     # Only now: a GPU's server is in order again when the last process has left it. Alone, for one
                     # of them may have been the cause. The queue may be open still, for what follows from them.
@@ -174,11 +174,11 @@ def conduct(
                     busy.remove(member)
                     if jobs > 1 and member.failed_on_gpu():
                         faulted.append(member)
-                        say(f"failed on the GPU, retried later: {member.title}")
+                        say(f"failed on the GPU, will be retried: {member.title}")
                     elif member.failed_in_shared_process():
                         busy.append(member.again())
                         start(member)
-                        say(f"failed, retried in a process of its own: {member.title}")
+                        say(f"failed, retried in a new process: {member.title}")
                     else:
                         queue.ended(member)
                         say(f"{member.line()}: {member.title}")
@@ -259,8 +259,8 @@ class Starter:
         """One that died after it served has a successor; one that can't serve here would fare no better again."""
         self.servers_left = self.servers_left - 1 if server.served else 0
         if how := server.how_it_ended():
-            then = "Another takes its place" if self.servers_left else "Runs start by themselves from now on"
-            self.warn(f"the server that runs are forked from {how}. {then}.")
+            then = "A new one is started" if self.servers_left else "Runs are started without it from now on"
+            self.warn(f"the fork server {how}. {then}.")
         self.let_go()
 
 

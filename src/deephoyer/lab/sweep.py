@@ -113,7 +113,15 @@ def progress_table(team: Sequence[Member]) -> Table:
 def result_table(team: Sequence[Member]) -> Table:
     """What came out, one row per member."""
     table = Table(title="sweep", title_justify="left")
-    for title in ("", "nonzeros", "density", "layer widths", "MACs, paper's counting", "at first", "in the end"):
+    for title in (
+        "",
+        "nonzeros",
+        "density",
+        "layer widths",
+        "MACs, paper's counting",
+        "accuracy before",
+        "accuracy after",
+    ):
         table.add_column(title, justify="left" if not title else "right")
     for member in team:
         record = member.result()

@@ -23,7 +23,7 @@ from deephoyer.weights import find_weights
 
 
 def _not_here(*_: Any) -> Any:
-    raise UserError("a method that prunes while it trains needs a run, whose prune stage says how.")
+    raise UserError("a method that prunes while it trains needs a run with a prune stage.")
 
 
 @dataclass
@@ -145,8 +145,8 @@ def share(method: str, value: float | None, stage: Stage) -> float:
     keep = stage.keep if value is None else value
     if keep is None:
         raise UserError(
-            f"method {method}: must know while it trains how much may stay. Give it keep, the share of the groups, or "
-            "prune a target of density."
+            f"method {method}: needs the final size while it trains. Set its keep, the share of groups to keep, or use "
+            "prune.target.density."
         )
     return keep
 

@@ -132,7 +132,7 @@ def layers_of(stage: Stage, method: str) -> dict[str, nn.Module]:
             found[name] = module
         elif isinstance(module, nn.modules.conv._ConvTransposeNd):
             raise UserError(
-                f"method {method}: {name} is a {type(module).__name__}; only Linear and Conv layers are done."
+                f"method {method}: {name} is a {type(module).__name__}; only Linear and Conv layers are supported."
             )
     if not found:
         raise UserError(f"method {method}: no linear or convolution layer is among the parameters.")

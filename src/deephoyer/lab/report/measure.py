@@ -19,7 +19,7 @@ from deephoyer.lab import data as datasets
 from deephoyer.lab.data import TEST, Source
 from deephoyer.lab.report.record import CompactRecord, LayerRecord, Measured, NetworkRecord, Timing
 from deephoyer.lab.schema import Recipe
-from deephoyer.lab.train.evaluate import Correct, counted
+from deephoyer.lab.train.evaluate import Correct, count_correct
 from deephoyer.latency import Latency
 from deephoyer.latency import measure as measure_latency
 from deephoyer.structure import compact
@@ -66,7 +66,7 @@ def _compacted(small: nn.Module, example: Tensor) -> CompactRecord:
 
 def _score(model: nn.Module, source: Source) -> Correct:
     model = model.to(memory_format=torch.channels_last)  # twice as fast on a CPU
-    return Correct.read(counted(model, source, TEST, LARGE if source.crops else BATCH), source)
+    return Correct.read(count_correct(model, source, TEST, LARGE if source.crops else BATCH), source)
 
 
 @cache

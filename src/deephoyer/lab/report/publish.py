@@ -25,7 +25,7 @@ from deephoyer.lab.report.record import Measured, Provenance, Record, WeightsFil
 from deephoyer.lab.runs import checkpoint, find
 from deephoyer.lab.runs.folder import RunFolder
 from deephoyer.lab.schema import TITLES, Recipe
-from deephoyer.lab.train.result import COMPACT, recorded
+from deephoyer.lab.train.result import COMPACT, read_record
 
 APART = 20
 """The run's own accuracy and ours may differ by so many images of 10,000: a GPU rounds more coarsely."""
@@ -137,14 +137,14 @@ def finished(folder: RunFolder) -> tuple[dict[str, Any], Recipe, Command]:
         raise UserError(f"{folder.path}: there is no such folder.")
     recipe = folder.recipe()
     if recipe is None or not (folder / "summary.json").exists():
-        raise UserError(f"{folder.path}: is not the folder of a finished run; the same `deephoyer run` finishes it.")
-    summary = recorded(folder)
+        raise UserError(f"{folder.path}: is not the folder of a finished run; repeat its `deephoyer run` to finish it.")
+    summary = read_record(folder)
     if Recipe.model_validate(summary["recipe"]) != recipe:
         raise UserError(f"{folder.path}: recipe.yaml is not the recipe that summary.json was made by.")
     words = folder.command()
     if words is None:
         raise UserError(
-            f"{folder.path}: does not say which words it was started with (command.json); "
+            f"{folder.path}: does not say which command started it (command.json); "
             "only runs that `deephoyer run` or a search started can be published."
         )
     words = Command(words.base, tuple(word for word in words.overrides if not word.startswith(PLACE)))

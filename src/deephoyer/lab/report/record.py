@@ -253,7 +253,9 @@ def read(path: Path) -> Record:
         first = why.errors()[0]
         where = ".".join(str(step) for step in first["loc"])
         if where == "format" and str(first.get("input")).startswith("deephoyer-record-"):
-            raise UserError(f"{path}: is a record of another deephoyer ({first['input']}, not {FORMAT}).") from None
+            raise UserError(
+                f"{path}: is a record of another version of deephoyer ({first['input']}, not {FORMAT})."
+            ) from None
         raise UserError(
             f"{path}: is damaged: {where[:100] + ': ' if where else ''}{first_line(first['msg'])}."
         ) from None

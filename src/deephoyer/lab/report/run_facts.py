@@ -112,14 +112,14 @@ def read(folder: str | Path) -> RunFacts:
     if not facts.folder.is_dir():
         raise UserError(f"{facts.folder}: there is no such folder.")
     facts.summary = _json(facts, "summary.json", "the run has not finished, or this file was lost")
-    facts.environment = _json(facts, "environment.json", "where it ran is not known")
-    words = _json(facts, "command.json", "the words it was started with are not known")
+    facts.environment = _json(facts, "environment.json", "the machine and versions are not known")
+    words = _json(facts, "command.json", "the command is not known")
     if words.get("base"):
         facts.command = shlex.join(["deephoyer", "run", str(words["base"]), *map(str, words.get("overrides") or [])])
     facts.recipe = _text(facts, "recipe.yaml", "the recipe is not known")
     facts.metrics = _metrics(facts)
     if not (facts.summary or facts.metrics or facts.recipe):
-        raise UserError(f"{facts.folder}: is not the folder of a run: no summary, no metrics, no recipe are in it.")
+        raise UserError(f"{facts.folder}: is not the folder of a run: it has no summary, metrics or recipe.")
     return facts
 
 
@@ -168,7 +168,7 @@ def magnitudes(facts: RunFacts) -> list[dict[str, Any]]:
 
 
 def _counted(title: str, before: int, after: int) -> Change:
-    return Change(title, f"{before:,}", f"{after:,}", f"{before / after:.2f} × fewer" if after else "all gone")
+    return Change(title, f"{before:,}", f"{after:,}", f"{before / after:.2f} × fewer" if after else "none left")
 
 
 def _timed(then: dict[str, Any], now: dict[str, Any], device: str) -> Change:
@@ -201,7 +201,7 @@ def _json(facts: RunFacts, name: str, consequence: str) -> dict[str, Any]:
         facts.missing.append(f"{name}: is damaged ({why})")
         return {}
     if not isinstance(content, dict):
-        facts.missing.append(f"{name}: holds something else than was written by a run")
+        facts.missing.append(f"{name}: is not what a run writes")
         return {}
     return content
 

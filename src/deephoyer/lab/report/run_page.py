@@ -106,7 +106,7 @@ def run_page(facts: RunFacts) -> str:
     return _render(
         "run.html",
         drawn,
-        title=f"{facts.name}: what became of the network",
+        title=f"{facts.name}: report of a run",
         facts=facts,
         headline=facts.headline(),
         selection=SELECTIONS.get(summary.get("protocol", ""), ""),
@@ -114,9 +114,9 @@ def run_page(facts: RunFacts) -> str:
         stages=facts.stages(),
         layers=layers,
         timed=any(row["ms"] is not None for row in layers),
-        structure_caption="What compaction left."
+        structure_caption="Filters after compaction."
         if removed
-        else "Filters that are not all zero; nothing was taken out.",
+        else "Filters that are not all zero; no channels were removed.",
         histograms=histograms,
         histogram_data=_script([_choice(entry) for entry in histograms]),
         sets=facts.sets(),
@@ -173,4 +173,4 @@ def _render(template: str, drawn: Mapping[str, Any], **values: Any) -> str:
     try:
         return environment.get_template(template).render(plots=named, drawing=drawing, script=script, **values)
     except (TypeError, ValueError, KeyError) as why:
-        raise UserError(f"the page can't be made from what is in the folder: {why}.") from None
+        raise UserError(f"the page can't be generated from this folder: {why}.") from None

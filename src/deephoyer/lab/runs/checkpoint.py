@@ -51,7 +51,7 @@ def newest(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any], list[str]] 
         except UserError as why:
             troubles.append(str(why))
     if troubles:
-        raise UserError(f"{troubles[0]} No whole checkpoint is left in {folder}; delete the folder to start again.")
+        raise UserError(f"{troubles[0]} No intact checkpoint is left in {folder}; delete the folder to start again.")
     return None
 
 
@@ -80,7 +80,7 @@ def refill(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], rest
     for name, value in (*tensors.items(), *rest.items()):
         index, _, key = name.partition(".")
         if not index.isdigit() or int(index) >= len(parameters) or not key:
-            raise UserError(f"the checkpoint's optimizer has {shown(name)}, which this run's has not.")
+            raise UserError(f"the checkpoint's optimizer has {shown(name)}, which this run's optimizer does not have.")
         if isinstance(value, Tensor) and value.dim() and value.shape != parameters[int(index)].shape:
             raise UserError(f"the checkpoint's optimizer has {shown(name)} in the shape {tuple(value.shape)}.")
         state.setdefault(int(index), {})[key] = value
@@ -134,7 +134,7 @@ def _torch_file(path: Path, key: str) -> dict[str, Tensor]:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
         raise UserError(
-            f"{key}: {path} holds more than tensors, and is not opened; save its state_dict alone."
+            f"{key}: {path} contains more than tensors and is not opened; save only its state_dict."
         ) from None
     for outer in ("state_dict", "model"):
         if isinstance(content, dict) and isinstance(content.get(outer), dict):

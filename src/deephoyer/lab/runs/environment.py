@@ -74,5 +74,5 @@ def pick_device(choice: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(choice)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UserError(f"device: {choice} is not there; torch sees {torch.cuda.device_count()} CUDA devices.")
+        raise UserError(f"device: {choice} does not exist; torch sees {torch.cuda.device_count()} CUDA devices.")
     return device

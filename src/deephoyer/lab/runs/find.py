@@ -1,7 +1,7 @@
-"""Finding the network that words or a file name: among the published results, or among the runs, where one works.
+"""Finds a network that a recipe names by a file or by the run that makes it: in `./results` or `./runs`.
 
-A run that starts from another network, or learns from one, says by which words that is made
-("parts/resnet-56-dense seed=1"); its identity, and not its name, is looked for in `./results` and `./runs`.
+A recipe names the network it starts from, or a teacher, by recipe and overrides ("parts/resnet-56-dense seed=1"). It is
+looked up by the digest of that recipe, not by name.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ RESULTS, RUNS = Path("results"), Path("runs")
 
 @dataclass(frozen=True)
 class Network:
-    """Where a network's weights are, which model they are of, and how its epochs were selected, where that is known."""
+    """The file of a network, its model, and how its epochs were selected, where that is known."""
 
     path: Path
     model: Choice | None
     epoch_selection: str | None
 
 
-class NotThere(UserError):
-    """A network that has not been made yet; `command` makes it."""
+class NetworkMissing(UserError):
+    """A network that has not been trained yet; `command` trains it."""
 
     def __init__(self, key: str, command: Command):
         self.command = command
         super().__init__(
-            f"{key}: a network is neither in ./{RESULTS} nor in ./{RUNS}. Make it, or give a .safetensors file:\n"
-            f"{command}"
+            f"{key}: the network is neither in ./{RESULTS} nor in ./{RUNS}. Give a .safetensors file, or train it with:"
+            f"\n{command}"
         )
 
 
-def all_there(networks: Sequence[tuple[str, str | Teacher]]) -> None:
-    """Looks for every network, each with the recipe's key that names it, and says of all at once how to make them."""
-    missing: list[NotThere] = []
+def check_networks(networks: Sequence[tuple[str, str | Teacher]]) -> None:
+    """Looks for every network, given with the recipe's key that names it; one error lists all that are missing."""
+    missing: list[NetworkMissing] = []
     for key, named in networks:
         try:
             network(named, key)
-        except NotThere as why:
+        except NetworkMissing as why:
             missing.append(why)
     if not missing:
         return
@@ -61,13 +61,13 @@ def network(named: str | Teacher, key: str) -> Network:
         return _in_file(named.file, key, named.model)
     if is_file(named):
         return _in_file(named, key, None)
-    from deephoyer.lab.report.stored_weights import find_weights  # records come after runs; only asked when needed
+    from deephoyer.lab.report.stored_weights import find_weights  # reports import runs, so not above
 
     command = Command.parse(named)
     recipe = command.read()
-    path = find_weights(recipe.digest(), recipe.seed, RESULTS) or _run(recipe, key, command)
+    path = find_weights(recipe.digest(), recipe.seed, RESULTS) or _find_run(recipe, key, command)
     if path is None:
-        raise NotThere(key, command)
+        raise NetworkMissing(key, command)
     return Network(path, recipe.model, recipe.epoch_selection)
 
 
@@ -75,12 +75,12 @@ def _in_file(file: str, key: str, model: Choice | None) -> Network:
     path = Path(file)
     if not path.is_file():
         raise UserError(f"{key}: there is no file {file}; paths are taken from the folder you are in.")
-    said = _said_by(path)
-    return Network(path, model or said.get("model"), said.get("epoch_selection"))
+    recipe = _recipe_of(path)
+    return Network(path, model or recipe.get("model"), recipe.get("epoch_selection"))
 
 
-def _said_by(path: Path) -> dict[str, Any]:
-    """The recipe that made a file: as the file itself says, or as its run's folder does."""
+def _recipe_of(path: Path) -> dict[str, Any]:
+    """The recipe of a file: from the file itself, or from the folder of its run."""
     try:
         recipe = provenance(path).get("recipe")
         return recipe if isinstance(recipe, dict) else {}
@@ -91,18 +91,18 @@ def _said_by(path: Path) -> dict[str, Any]:
         return parse(beside.read_text(encoding="utf-8"), str(beside)).model_dump(mode="json")
 
 
-def _run(recipe: Recipe, key: str, command: Command) -> Path | None:
+def _find_run(recipe: Recipe, key: str, command: Command) -> Path | None:
     """The final network of a run with the recipe's identity and seed; one that is not finished is refused."""
     digest = recipe.digest()
-    meant = {"digest": digest, "seed": recipe.seed}
+    identity = {"digest": digest, "seed": recipe.seed}
     unfinished = None
     for path in sorted(RUNS.glob("*/command.json")):
         try:
-            told = path.read_text(encoding="utf-8")
-            content = json.loads(told) if digest in told else None  # of thousands few are worth parsing
+            text = path.read_text(encoding="utf-8")
+            content = json.loads(text) if digest in text else None  # few of thousands need parsing
         except (OSError, ValueError):
             continue
-        if isinstance(content, dict) and {k: content.get(k) for k in meant} == meant:
+        if isinstance(content, dict) and {k: content.get(k) for k in identity} == identity:
             if (path.parent / "summary.json").exists():
                 return path.parent / recipe.result_file
             unfinished = unfinished or path.parent

@@ -21,18 +21,18 @@ from deephoyer.lab.schema import DESCRIPTIVE, STAGES, Recipe
 
 COMMAND, RECIPE = "command.json", "recipe.yaml"
 FAILED = "failed.json"
-"""Why a run can't be done with its settings, in words; one that failed without this file is worth another try."""
-_held: set[TextIO] = set()
-"""The locks of this process."""
+"""Why a run fails with its settings; a run that failed without this file may be tried again."""
+_locks: set[TextIO] = set()
+"""The locks that this process holds."""
 
 
-def _let_go() -> None:
-    """A forked process, like one that reads images, has its parent's lock; it must not outlive the parent in it."""
-    while _held:
-        _held.pop().close()
+def _release_locks() -> None:
+    """A forked process, like one that reads images, must not keep its parent's lock after the parent has ended."""
+    while _locks:
+        _locks.pop().close()
 
 
-os.register_at_fork(after_in_child=_let_go)
+os.register_at_fork(after_in_child=_release_locks)
 
 
 class RunFolder:
@@ -55,13 +55,13 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = open(self.path / ".lock", "w")  # noqa: SIM115 (held for the whole run)
         except OSError as why:
-            raise UserError(f"run folder {self.path}: can't be made: {why.strerror}.") from None
+            raise UserError(f"run folder {self.path}: can't be created: {why.strerror}.") from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             self._lock.close()
-            raise UserError(f"run folder {self.path}: another process is working in it.") from None
-        _held.add(self._lock)
+            raise UserError(f"run folder {self.path}: another process is using it.") from None
+        _locks.add(self._lock)
         (self.path / FAILED).unlink(missing_ok=True)
         for place in (self.path, self.checkpoints):  # of writers that were killed; nobody else writes here now
             remove_leftovers(place)
@@ -73,7 +73,7 @@ class RunFolder:
                 with suppress(OSError):  # somebody else may have put something there by now
                     (self.path / ".lock").unlink()
                     self.path.rmdir()
-            _held.discard(self._lock)
+            _locks.discard(self._lock)
             self._lock.close()
             self._lock = None
 
@@ -90,7 +90,7 @@ class RunFolder:
             raise UserError(f"{path}: can't be read: {why}.") from None
 
     def recipe(self) -> Recipe | None:
-        """The recipe that this folder was made by, every setting written out; None where there is none yet."""
+        """The complete recipe of this folder; None where there is none yet."""
         path = self.path / RECIPE
         if not path.exists():
             return None
@@ -106,28 +106,30 @@ class RunFolder:
         return recipes.parse(text, str(path))
 
     def command(self) -> Command | None:
-        """The words that the run was started with; None for one that was started from Python."""
-        said = self.read_json(COMMAND)
-        base, overrides = (said.get("base"), said.get("overrides", [])) if isinstance(said, dict) else (said, None)
+        """The command that started the run; None for a run that was started from Python."""
+        content = self.read_json(COMMAND)
+        base, overrides = (
+            (content.get("base"), content.get("overrides", [])) if isinstance(content, dict) else (content, None)
+        )
         if not isinstance(overrides, list) or not all(isinstance(word, str) for word in (base or "", *overrides)):
-            raise UserError(f"{self.path / COMMAND}: is damaged: it should hold the words of the run's start.")
+            raise UserError(f"{self.path / COMMAND}: is damaged: it should contain the command that started the run.")
         return Command(base, tuple(overrides)) if base else None
 
     def has_result_of(self, recipe: Recipe) -> bool:
-        """Whether this very recipe has come to its end here, even if its checkpoints have since been deleted."""
+        """Whether this recipe, with this seed, has finished here, even if its checkpoints have been deleted since."""
         if not (self.path / "summary.json").exists():
             return False
-        made = self.recipe()
-        return made is not None and (made.digest(), made.seed) == (recipe.digest(), recipe.seed)
+        own = self.recipe()
+        return own is not None and (own.digest(), own.seed) == (recipe.digest(), recipe.seed)
 
-    def write_words(self, command: Command | None, recipe: Recipe) -> None:
-        """What was typed, what it came to, and the run's identity, by which other runs find it."""
+    def write_command(self, command: Command | None, recipe: Recipe) -> None:
+        """Writes the command, the complete recipe, and the run's identity, by which other runs find it."""
         typed = {"base": command.base, "overrides": list(command.overrides)} if command else {"base": None}
         self.write_json(COMMAND, typed | {"digest": recipe.digest(), "seed": recipe.seed})
         write_atomically(self.path / RECIPE, recipe.to_yaml().encode())
 
     def check(self, wanted: Recipe, stage: str, epoch: int, round: int = 0) -> None:
-        """Refuses a recipe that differs from the folder's in anything that has already been used."""
+        """Refuses a recipe that differs from the folder's in a setting that has already been used."""
         have = self.recipe()
         if have is None:
             return
@@ -139,7 +141,7 @@ class RunFolder:
         for key in mine:
             if mine[key] != theirs[key] and key not in free:
                 raise UserError(
-                    f"run folder {self.path}: made by another recipe ({_difference(key, theirs[key], mine[key])}). "
+                    f"run folder {self.path}: belongs to another recipe ({_difference(key, theirs[key], mine[key])}). "
                     "Give another folder with --out, or delete this one."
                 )
 

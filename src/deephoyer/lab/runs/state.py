@@ -56,7 +56,7 @@ class State:
             raise UserError(f"the checkpoint's {place} is {shown(first['input'])}: {first['msg'].lower()}.") from None
         for name in ("epoch", "round", "best_epoch", "metrics_size", "step"):
             if not 0 <= getattr(state, name) < LARGEST:
-                raise UserError(f"the checkpoint's {name} is {shown(getattr(state, name))}, which no run comes to.")
+                raise UserError(f"the checkpoint's {name} is {shown(getattr(state, name))}, which is out of range.")
         for name in ("accuracy", "top5", "selected", "seconds"):  # a checkpoint has its keys in the alphabet's order
             setattr(state, name, _by_stage(getattr(state, name)))
         return state

@@ -1,9 +1,8 @@
-"""Learning from trained networks: the mean of their softened predictions, in the place of labels.
+"""Distillation from trained networks: the mean of their softened predictions, next to the labels.
 
-Where shifts and flips are few, the teachers are asked once for every image in every position, and a step
-costs a look-up. Where they are many, as for crops of photographs, they are asked for each batch in the
-step itself; or once as well, if their answers are kept for other runs. Neither waits for the host, so
-both can be captured.
+Where shifts and flips are few, the teachers' predictions are computed once for every image in every position, and a
+step looks them up in that table. Where they are many, as for crops of photographs, they are computed for each batch in
+the step itself; or in a table that is cached on disk. Neither waits for the host, so both can be captured.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ Position = tuple[bool, int, int]
 """Whether an image is flipped, and how many rows and columns it is shifted."""
 
 MOST_PASSES = 30
-"""A table costs a pass over the training images for every position; beyond so many it does not pay."""
+"""A table costs one pass over the training images per position; beyond this number it is not worth it."""
 
 
 class Teachers:
-    """Gives the distillation loss of a batch; made before training starts."""
+    """The distillation loss of a batch; a table of predictions is computed when this is created."""
 
     def __init__(
         self,
@@ -60,52 +59,54 @@ class Teachers:
         self.compiled = Compiled(())
         if keep:
             if not isinstance(data, Dataset):
-                raise UserError("distill.keep: these images are cropped anew each time, so no answer can be kept.")
-            say(f"reads what {who} said of every image in {len(positions)} positions, or asks in as many passes")
+                raise UserError(
+                    "distill.keep: these images are cropped anew each time, so no prediction can be cached."
+                )
+            say(f"predictions of {who} for {len(positions)} positions of every image: from the cache, or computed now")
             self.table = self._table_on_disk(data, positions, flips, compiled, say)
         elif isinstance(data, Dataset) and len(positions) <= most_passes:
-            say(f"asks {who} about every image in {len(positions)} positions; on a CPU that may take minutes")
-            self.table = torch.stack([self._everywhere(self.teachers, data, at, half=False) for at in positions])
+            say(f"computes the predictions of {who} for {len(positions)} positions of every image: minutes on a CPU")
+            self.table = torch.stack([self._predict_all(self.teachers, data, at, half=False) for at in positions])
         else:
-            say(f"asks {who} about each batch")
-            self._make_ready(compiled)
+            say(f"computes the predictions of {who} for each batch")
+            self._prepare(compiled)
 
     def _table_on_disk(
         self, data: Dataset, positions: list[Position], flips: bool, compiled: bool, say: Callable[[str], None]
     ) -> Tensor:
-        """The mean of the teachers' tables, each asked for or read from where an earlier run has left it."""
+        """The mean of the teachers' tables, each read from the cache or computed."""
         settings = (self.reach, flips, self.temperature, self.half, torch.get_float32_matmul_precision())
         names = [teacher_cache.digest(teacher, data, *settings) for teacher in self.teachers]
-        self._make_ready(compiled)
+        self._prepare(compiled)
         total = torch.zeros(())
         for name, teacher in zip(names, self.teachers, strict=True):
-            asked = (self._everywhere([teacher], data, at, self.half) for at in positions)
-            total = total + teacher_cache.kept(name, len(positions), asked, say).float()
+            computed = (self._predict_all([teacher], data, at, self.half) for at in positions)
+            total = total + teacher_cache.load_or_compute(name, len(positions), computed, say).float()
         return (total / len(names)).half().to(data.train_x.device)
 
-    def _make_ready(self, compiled: bool) -> None:
-        """For many steps: weights are halved once and not at each call, which gives the same; blocks are compiled."""
+    def _prepare(self, compiled: bool) -> None:
+        """For many steps: casts weights to bfloat16 once, not at each call, which gives the same; compiles blocks."""
         if self.half:
             for layer in (m for teacher in self.teachers for m in teacher.modules() if isinstance(m, LAYERS)):
                 layer.to(torch.bfloat16)
         if compiled:
             self.compiled = Compiled([m for teacher in self.teachers for m in repeated(teacher) or [teacher]])
 
-    def _everywhere(self, teachers: Sequence[nn.Module], data: Dataset, position: Position, half: bool) -> Tensor:
-        """What teachers say of all training images in one position."""
+    def _predict_all(self, teachers: Sequence[nn.Module], data: Dataset, position: Position, half: bool) -> Tensor:
+        """The teachers' mean prediction for all training images in one position."""
         flip, rows, columns = position
         means = []
         for x in data.train_x.split(2000):
             if self.reach:
                 x = moved(x, torch.tensor([[rows, columns]], device=x.device).expand(len(x), 2), self.reach)
-            means.append(self._ask(teachers, data.floats(x.flip(3) if flip else x), half))
+            means.append(self._predict(teachers, data.floats(x.flip(3) if flip else x), half))
         return torch.cat(means)
 
     @torch.no_grad()
-    def _ask(self, teachers: Sequence[nn.Module], x: Tensor, half: bool) -> Tensor:
+    def _predict(self, teachers: Sequence[nn.Module], x: Tensor, half: bool) -> Tensor:
         with self.compiled.on(), torch.autocast(x.device.type, torch.bfloat16, enabled=half):
-            said = [teacher(x) for teacher in teachers]
-        return torch.stack([F.softmax(one.float() / self.temperature, 1) for one in said]).mean(0)
+            logits = [teacher(x) for teacher in teachers]
+        return torch.stack([F.softmax(each.float() / self.temperature, 1) for each in logits]).mean(0)
 
     def losses(self, logits: Tensor, labels: Tensor, x: Tensor, step: Draw | None = None) -> Tensor:
         """For each image (1 − weight) × cross-entropy with the label + weight × T² × divergence from the teachers.
@@ -113,21 +114,21 @@ class Teachers:
         `x` are the images as the network saw them: those of `step`, shifted and flipped, where they lie in memory.
         """
         if self.table is None:
-            asked = self._ask(self.teachers, x, self.half)
+            targets = self._predict(self.teachers, x, self.half)
         else:
             assert step is not None
-            asked = self.table[place(step.numbers, step.shift, step.flip, self.reach), step.numbers].float()
+            targets = self.table[place(step.numbers, step.shift, step.flip, self.reach), step.numbers].float()
         softened = F.log_softmax(logits / self.temperature, 1)
-        far = F.kl_div(softened, asked, reduction="none").sum(1) * self.temperature**2
-        far = torch.where(labels == UNREADABLE, 0.0, far)
-        return (1 - self.weight) * F.cross_entropy(logits, labels, reduction="none") + self.weight * far
+        divergence = F.kl_div(softened, targets, reduction="none").sum(1) * self.temperature**2
+        divergence = torch.where(labels == UNREADABLE, 0.0, divergence)
+        return (1 - self.weight) * F.cross_entropy(logits, labels, reduction="none") + self.weight * divergence
 
 
 def teachers_of(recipe: Recipe, data: Source, device: torch.device, say: Callable[[str], None]) -> Teachers:
-    """The teachers that a recipe names, ready to be asked where it runs."""
+    """The teachers that a recipe names, on the run's device."""
     settings = recipe.distill
     assert settings is not None
-    made = []
+    teachers = []
     for network in (find.network(words, "distill.teachers") for words in settings.teachers):
         if network.model is None:
             raise UserError(
@@ -136,9 +137,9 @@ def teachers_of(recipe: Recipe, data: Source, device: torch.device, say: Callabl
             )
         teacher = built_for(network.path, network.model).to(device)
         checkpoint.fill(teacher, network.path, "distill.teachers")
-        made.append(teacher.to(memory_format=torch.channels_last) if recipe.channels_last else teacher)
+        teachers.append(teacher.to(memory_format=torch.channels_last) if recipe.channels_last else teacher)
     return Teachers(
-        made,
+        teachers,
         data,
         recipe.shift,
         recipe.flip,

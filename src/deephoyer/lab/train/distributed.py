@@ -1,8 +1,8 @@
 """Several processes that train one network: `torchrun --nproc-per-node N -m deephoyer run …`.
 
-Each has its own share of every batch and of every evaluation, and all have the same weights. Rank 0 alone writes, locks
-the run's folder and reports; what it finds there, and what goes wrong with it, it shares with the others. Without
-torchrun there is one process, and nothing here does anything.
+Each works on its share of every batch and of every evaluation, and all have the same weights. Only rank 0 writes, locks
+the run's folder and reports; it sends what it reads there, and its errors, to the others. Without torchrun there is one
+process, and nothing here does anything.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from deephoyer.errors import UserError
 
 T = TypeVar("T")
-_met = False
+_connected = False
 
 
-class ToldElsewhere(UserError):
-    """A mistake that rank 0 tells the user; the other processes end in silence."""
+class ReportedByRank0(UserError):
+    """A mistake that rank 0 reports to the user; the other processes end silently."""
 
 
 class Processes:
@@ -47,8 +47,8 @@ class Processes:
     def mean(self, tensor: Tensor) -> Tensor:
         return self.sum(tensor) / self.count if self.count > 1 else tensor
 
-    def by_main(self, work: Callable[[], T]) -> T:
-        """What rank 0 makes of some work, for all; the others wait. Its mistake ends them too."""
+    def on_main(self, work: Callable[[], T]) -> T:
+        """The result of rank 0's work, for all processes; the others wait. An error of it ends them too."""
         if self.count == 1:
             return work()
         answer: list[Any] = [None, None]
@@ -61,27 +61,27 @@ class Processes:
                 raise
         dist.broadcast_object_list(answer)
         if answer[1] is not None:
-            raise ToldElsewhere(answer[1])
-        made: T = answer[0]
-        return made
+            raise ReportedByRank0(answer[1])
+        result: T = answer[0]
+        return result
 
     def together(self, work: Callable[[], T]) -> T:
-        """Work that all do; where it goes wrong for one, all end, and it is told once."""
+        """Work that every process does; if one fails, all end, and the error is reported once."""
         if self.count == 1:
             return work()
-        trouble = None
+        error = None
         try:
-            made = work()
+            result = work()
         except UserError as why:
-            trouble = str(why)
-        troubles = self.gathered(trouble)
-        first = next((i for i, text in enumerate(troubles) if text is not None), None)
+            error = str(why)
+        errors = self.gathered(error)
+        first = next((i for i, text in enumerate(errors) if text is not None), None)
         if first is None:
-            return made
-        raise (UserError if self.main else ToldElsewhere)(troubles[first])
+            return result
+        raise (UserError if self.main else ReportedByRank0)(errors[first])
 
-    def spread(self, model: nn.Module, device: torch.device) -> nn.Module | None:
-        """What to call in the model's place, so that gradients become means over all processes; None for one alone.
+    def data_parallel(self, model: nn.Module, device: torch.device) -> nn.Module | None:
+        """The model wrapped so that gradients are averaged over all processes; None for a single process.
 
         Every process then has rank 0's weights, and before each step its batch-norm statistics.
         """
@@ -104,20 +104,20 @@ class Processes:
         return things
 
 
-def told_by_another(why: UserError) -> bool:
-    """Whether rank 0 tells the user of it: all found it before they met, or rank 0 has handed it on."""
-    return isinstance(why, ToldElsewhere) or not _met
+def reported_by_rank_0(why: UserError) -> bool:
+    """Whether rank 0 reports this error: all had it before they were connected, or rank 0 has passed it on."""
+    return isinstance(why, ReportedByRank0) or not _connected
 
 
-def without_sync(spread: nn.Module | None) -> Callable[[], AbstractContextManager[Any]]:
-    """The context in which gradients are accumulated without those of other processes."""
-    if isinstance(spread, nn.parallel.DistributedDataParallel):
-        return spread.no_sync
+def without_sync(parallel: nn.Module | None) -> Callable[[], AbstractContextManager[Any]]:
+    """The context in which gradients are accumulated without averaging over processes."""
+    if isinstance(parallel, nn.parallel.DistributedDataParallel):
+        return parallel.no_sync
     return nullcontext
 
 
 def rank() -> int:
-    """This process's rank as torchrun has it, 0 without it."""
+    """The rank that torchrun gave to this process; 0 without torchrun."""
     return int(os.environ.get("RANK", 0)) if _by_torchrun() else 0
 
 
@@ -125,34 +125,36 @@ def _by_torchrun() -> bool:
     return int(os.environ.get("WORLD_SIZE", 1)) > 1 and "RANK" in os.environ and "MASTER_ADDR" in os.environ
 
 
-def own_device(device: torch.device) -> torch.device:
-    """The device of this process: each has a GPU of its own."""
+def local_device(device: torch.device) -> torch.device:
+    """The device of this process: with torchrun, each has another GPU."""
     if device.type != "cuda" or not _by_torchrun():
         return device
     if device.index is not None:
-        raise UserError(f"device: {device} is one GPU; with several processes write cuda, and each takes its own.")
-    own = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-    if own.index >= torch.cuda.device_count():
         raise UserError(
-            f"device: process {own.index} of this machine has no GPU; torch sees {torch.cuda.device_count()}."
+            f"device: {device} is a single GPU; with several processes write cuda, so that each uses another one."
         )
-    torch.cuda.set_device(own)
-    return own
+    local = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    if local.index >= torch.cuda.device_count():
+        raise UserError(
+            f"device: process {local.index} of this machine has no GPU; torch sees {torch.cuda.device_count()}."
+        )
+    torch.cuda.set_device(local)
+    return local
 
 
 @contextmanager
-def joined(device: torch.device, resumable: str) -> Iterator[Processes]:
+def process_group(device: torch.device, resumable: str) -> Iterator[Processes]:
     """The processes of this run, for as long as it lasts.
 
-    One that dies takes the others with it: they notice in the next step, or torchrun ends them. `resumable` says to the
-    user where the run stands then.
+    If one dies, the others end too: they notice in the next step, or torchrun ends them. `resumable` then tells the
+    user how to resume.
     """
     if not _by_torchrun():
         yield Processes()
         return
-    global _met
+    global _connected
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    _met = True
+    _connected = True
     number = dist.get_rank()
     before = signal.signal(signal.SIGTERM, lambda *_: _leave(number, resumable))
     try:
@@ -162,7 +164,7 @@ def joined(device: torch.device, resumable: str) -> Iterator[Processes]:
             raise
         for later in (signal.SIGTERM, signal.SIGCHLD):  # torchrun ends what is left, the workers that read images too
             signal.signal(later, signal.SIG_IGN)
-        raise UserError(f"another process of this run is gone. {resumable}") from None
+        raise UserError(f"another process of this run has ended. {resumable}") from None
     else:
         dist.destroy_process_group()
     finally:
@@ -171,14 +173,14 @@ def joined(device: torch.device, resumable: str) -> Iterator[Processes]:
 
 
 def _leave(number: int, resumable: str) -> None:
-    """Ends this process at once, wherever it is: what is on disk is whole at any moment."""
+    """Ends this process at once: the files on disk are intact at any moment."""
     who = f"process {number}: " if number else ""
     os.write(2, f"deephoyer: {who}ended by torchrun, as another process of this run has. {resumable}\n".encode())
     os._exit(128 + signal.SIGTERM)
 
 
 def _lost(why: RuntimeError) -> bool:
-    """Whether it is torch's way to say that a peer is gone, or that torchrun has begun to end this process too."""
+    """Whether torch says here that another process has ended, or that torchrun is ending this one too."""
     if isinstance(why, dist.DistError) or re.search(r"DataLoader worker .* Terminated", str(why)):
         return True
     text = str(why).lower()

@@ -1,4 +1,4 @@
-"""An epoch's draws and learning rates in tensors that stay where they are, and a counter of the steps done.
+"""An epoch's draws and learning rates in tensors at fixed addresses, and a counter of the steps done.
 
 A captured graph reads its steps from here and moves the counter itself. So one graph serves all epochs,
 and nothing is copied from the host between two steps.
@@ -14,8 +14,8 @@ from torch import Tensor
 from deephoyer.lab.train.batches import Epoch
 
 
-class Tables:
-    """Made for epochs of one shape, `drawn`'s; `fill` takes up the next one."""
+class EpochTensors:
+    """For epochs of the same shape as `drawn`; `fill` copies the next one in."""
 
     def __init__(self, drawn: Epoch, device: torch.device):
         self.drawn = drawn.each(lambda t: torch.empty_like(t, device=device))
@@ -32,8 +32,8 @@ class Tables:
         for table, values in zip(self.drawn.parts(), drawn.parts(), strict=True):
             if table is not None and values is not None:
                 table.copy_(values, non_blocking=True)
-        made = torch.tensor(rates, dtype=torch.float32)
-        self.rates.copy_(made.pin_memory() if self.rates.is_cuda else made, non_blocking=True)
+        new = torch.tensor(rates, dtype=torch.float32)
+        self.rates.copy_(new.pin_memory() if self.rates.is_cuda else new, non_blocking=True)
         self.at(0)
 
     def at(self, step: int) -> None:

@@ -1,4 +1,4 @@
-"""How many images of a source a network gets right, among its first and among its first five guesses.
+"""The accuracy of a network on images: top-1 and top-5.
 
 In runs between epochs and at the end of stages, and for networks in files (`deephoyer evaluate`).
 """
@@ -20,7 +20,7 @@ from deephoyer.lab.data.source import TEST, UNREADABLE, Images, Source
 from deephoyer.lab.open_network import file_of, open_network
 
 MANY_CLASSES = 10
-"""With more classes than this, it is also asked whether the right one is among the first five."""
+"""With more classes than this, top-5 accuracy is measured as well."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Correct:
 
     @classmethod
     def read(cls, counts: Tensor, source: Source) -> Correct:
-        """From the counts that `counted` gave; waits for the device."""
+        """From the tensor that `count_correct` returns; waits for the device."""
         right, right5, images = (int(n) for n in counts.tolist())
         if not images:
             raise UserError(f"data {source.name}: there is no image to evaluate on.")
@@ -49,8 +49,8 @@ class Correct:
 
 
 @torch.inference_mode()
-def counted(forward: Callable[[Tensor], Tensor], source: Source, images: Images, batch: int) -> Tensor:
-    """How many are right, right within five guesses, and looked at; stays on the device and does not wait for it."""
+def count_correct(forward: Callable[[Tensor], Tensor], source: Source, images: Images, batch: int) -> Tensor:
+    """The number of images correct, correct within five guesses, and in total; a tensor that stays on the device."""
     total: Tensor | None = None
     for x, y in source.shown(images, batch):
         guesses = forward(x).topk(min(5, source.classes) if source.classes > MANY_CLASSES else 1, 1).indices
@@ -67,11 +67,11 @@ def evaluate_file(
 
     `words` may have the `data`, where the file does not say on which it was trained, and the `model`.
     """
-    strange = [key for key in words if key not in ("data", "model")]
-    if strange:
-        raise unknown("thing to say of an evaluation", strange[0], ("data", "model"))
+    unknown_keys = [key for key in words if key not in ("data", "model")]
+    if unknown_keys:
+        raise unknown("setting of an evaluation", unknown_keys[0], ("data", "model"))
     network, _ = open_network(path, words.get("model"))
-    source = datasets.load(words["data"] if "data" in words else _own_data(file_of(path))).to(device)
+    source = datasets.load(words["data"] if "data" in words else _data_of(file_of(path))).to(device)
     network = network.float().to(device).to(memory_format=torch.channels_last)
     try:
         outputs = network(source.example(1)).shape[1]
@@ -80,10 +80,10 @@ def evaluate_file(
         raise UserError(f"{path} can't read images of {shape}: {first_line(why)}.") from None
     if outputs != source.classes:
         raise UserError(f"{path} has {outputs} outputs, but the data has {source.classes} classes.")
-    return Correct.read(counted(network, source, TEST, batch), source), source
+    return Correct.read(count_correct(network, source, TEST, batch), source), source
 
 
-def _own_data(path: Path) -> str | dict[str, Any]:
+def _data_of(path: Path) -> str | dict[str, Any]:
     recipe = provenance(path).get("recipe") if path.suffix == ".safetensors" else None
     data = recipe.get("data") if isinstance(recipe, Mapping) else None
     if not isinstance(data, str | dict):

@@ -25,7 +25,7 @@ from deephoyer.lab.train.objective import Objective, logits
 from deephoyer.lab.train.optim import make_optimizer, rate_at, rates_in
 from deephoyer.lab.train.resume import StageTensors
 from deephoyer.lab.train.step import CapturedStep, PlainStep
-from deephoyer.lab.train.strength_control import Pursuit, aim_of
+from deephoyer.lab.train.strength_control import StrengthControl, round_target
 from deephoyer.penalties import PENALTIES
 from deephoyer.regularizer import Regularizer
 
@@ -63,7 +63,7 @@ class TrainingLoop:
             run.hold(run.masks)
         teachers = run.teachers if run.recipe.distill and stage != "pretrain" else None
         self.control = self._strength_control()
-        parallel = run.processes.spread(run.model, run.device)
+        parallel = run.processes.data_parallel(run.model, run.device)
         self.step = (CapturedStep if captured else PlainStep)(
             Objective(run.model, run.data, run.recipe, teachers, parallel, self.method),
             optimizer,
@@ -143,7 +143,7 @@ class TrainingLoop:
                 self.save()
 
         step.restart(state.loss)
-        step.rest_of(drawn, rates, state.step, before, after)
+        step.resume_epoch(drawn, rates, state.step, before, after)
         state.step, state.loss, state.density_before = 0, 0.0, None
 
     def _close_epoch(self, loss: float, score: Correct) -> dict[str, Any]:
@@ -152,7 +152,7 @@ class TrainingLoop:
         if not math.isfinite(loss):
             raise Diverged(
                 f"{state.stage}: the loss is {loss} in epoch {state.epoch}. A lower lr or strength may help; "
-                f"good checkpoints, if it came to any, are in {self.run.folder.checkpoints}."
+                f"earlier checkpoints, if there are any, are in {self.run.folder.checkpoints}."
             )
         if score.accuracy > state.best and state.stage != "regularize":
             state.best, state.best_epoch = score.accuracy, state.epoch
@@ -192,9 +192,9 @@ class TrainingLoop:
         known = set(self.state.unreadable)
         names = known.union(*run.processes.gathered(list(data.unreadable.values())))
         if names - known:
-            run.progress.note(f"left out, for they can't be read: {', '.join(sorted(names - known)[:10])}")
+            run.progress.note(f"left out because they can't be read: {', '.join(sorted(names - known)[:10])}")
         if len(names) > data.skip_at_most:
-            run.processes.by_main(lambda: data.refuse(sorted(names)))
+            run.processes.on_main(lambda: data.refuse(sorted(names)))
         self.state.unreadable = sorted(names)
         return {"unreadable": len(names)} if names else {}
 
@@ -244,7 +244,7 @@ class TrainingLoop:
             regularizer.load_state_dict(self.state.regularizer)
         return regularizer
 
-    def _strength_control(self) -> Pursuit | None:
+    def _strength_control(self) -> StrengthControl | None:
         """What corrects the strength of a stage that is to end at an effective density."""
         settings, state = self.settings, self.state
         if not isinstance(settings, Regularize) or self.regularizer is None or settings.effective_density is None:
@@ -252,12 +252,12 @@ class TrainingLoop:
         if state.density_at_start is None:
             state.density_at_start = start = self.regularizer.effective_density().item()
             if start <= settings.effective_density:
-                raise UserError(
-                    f"regularize.effective_density: it is {start:.3g} from the start; ask for less than that."
-                )
-        aim = aim_of(settings.effective_density, state.density_at_start, (state.round + 1) / self.run.recipe.rounds)
+                raise UserError(f"regularize.effective_density: it is {start:.3g} at the start; choose a smaller one.")
+        target = round_target(
+            settings.effective_density, state.density_at_start, (state.round + 1) / self.run.recipe.rounds
+        )
         rates = [rate_at(settings, epoch, 1) for epoch in range(settings.epochs)]
-        control = Pursuit(self.regularizer, aim, rates)
+        control = StrengthControl(self.regularizer, target, rates)
         if state.density_before is not None:  # the epoch began before the checkpoint
             control.density = state.density_before
         return control

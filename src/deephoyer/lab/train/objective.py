@@ -1,4 +1,4 @@
-"""What training lowers: the cross-entropy of a batch, or the distillation loss. The penalty is added as a gradient."""
+"""The training loss: the cross-entropy of a batch, or the distillation loss. The penalty is added as a gradient."""
 
 from __future__ import annotations
 
@@ -23,15 +23,14 @@ def logits(model: Callable[[Tensor], Tensor], x: Tensor, recipe: Recipe) -> Tens
     if recipe.channels_last:
         x = x.contiguous(memory_format=torch.channels_last)
     with torch.autocast(x.device.type, torch.bfloat16, enabled=recipe.precision == "bfloat16"):
-        found: Tensor = model(x)
-    return found.float()
+        outputs: Tensor = model(x)
+    return outputs.float()
 
 
 class Objective:
-    """Called with a step's draw, gives the mean loss of its images.
+    """Called with a step's draw, returns the mean loss of its images.
 
-    `through` is what is called in the model's place, where that is wrapped for several processes; a method may put
-    other weights in the place of its parameters.
+    `parallel` is the model wrapped for several processes; a method may replace the model's parameters by other weights.
     """
 
     def __init__(
@@ -40,18 +39,18 @@ class Objective:
         data: Source,
         recipe: Recipe,
         teachers: Teachers | None = None,
-        through: nn.Module | None = None,
+        parallel: nn.Module | None = None,
         method: Method | None = None,
     ):
         self.data, self.recipe, self.teachers = data, recipe, teachers
-        self.network = partial(method or Method(), through or model)
+        self.network = partial(method or Method(), parallel or model)
         self.compiled = Compiled((repeated(model) or [model]) if recipe.compile == "blocks" else ())
 
     def __call__(self, step: Draw | Batch) -> Tensor:
         x, y = batches.images(self.data, step, self.recipe.shift)
         with self.compiled.on():
-            found = logits(self.network, x, self.recipe)
+            outputs = logits(self.network, x, self.recipe)
         if self.teachers is None:
             # An image that could not be read counts as one whose loss is 0, whichever process has it.
-            return F.cross_entropy(found, y, reduction="none").mean()
-        return self.teachers.losses(found, y, x, step if isinstance(step, Draw) else None).mean()
+            return F.cross_entropy(outputs, y, reduction="none").mean()
+        return self.teachers.losses(outputs, y, x, step if isinstance(step, Draw) else None).mean()

@@ -41,8 +41,8 @@ def make_optimizer(
         return torch.optim.SGD(
             trained, rate, momentum=stage.momentum, nesterov=stage.nesterov, weight_decay=decay, fused=True
         )
-    made = torch.optim.AdamW if stage.optimizer == "adamw" else torch.optim.Adam
-    return made(trained, rate, weight_decay=decay, fused=True, capturable=captured)
+    kind = torch.optim.AdamW if stage.optimizer == "adamw" else torch.optim.Adam
+    return kind(trained, rate, weight_decay=decay, fused=True, capturable=captured)
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

@@ -1,4 +1,4 @@
-"""What a run tells the person who waits for it: a bar on a terminal, lines elsewhere."""
+"""Progress of a run: bars on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 
 class Silent:
-    """Says nothing; what a run reports to when nobody watches."""
+    """Prints nothing; the interface of all reporters."""
 
     def __enter__(self) -> Silent:
         return self
@@ -28,16 +28,16 @@ class Silent:
         pass
 
 
-TOLD_EVERY = 30.0
-"""Seconds between two lines about a stage that goes on, where there is no terminal to show a bar on."""
+REPORT_EVERY = 30.0
+"""Seconds between two lines about a running stage, where there is no terminal for a bar."""
 
 
 class Lines(Silent):
-    """A line every so often and one for each stage's end, for logs and pipes."""
+    """A line from time to time and one at the end of each stage, for logs and pipes."""
 
     def __init__(self, console: Console):
         self.console = console
-        self.name, self.epochs, self._told = "", 0, time.monotonic()
+        self.name, self.epochs, self._reported = "", 0, time.monotonic()
 
     def note(self, text: str) -> None:
         self.console.print(text, highlight=False)
@@ -47,10 +47,10 @@ class Lines(Silent):
 
     def epoch(self, metrics: dict[str, Any]) -> None:
         now, done = time.monotonic(), metrics["epoch"]
-        if done < self.epochs and now - self._told < TOLD_EVERY:
+        if done < self.epochs and now - self._reported < REPORT_EVERY:
             return
-        self._told = now
-        count = counted(self.epochs, "epoch") if done == self.epochs else f"{done} of {counted(self.epochs, 'epoch')}"
+        self._reported = now
+        count = plural(self.epochs, "epoch") if done == self.epochs else f"{done} of {plural(self.epochs, 'epoch')}"
         self.note(f"{self.name}: {count}, {describe(metrics)}")
 
 
@@ -84,9 +84,9 @@ class Bars(Lines):
             self.bar.update(self.task, completed=metrics["epoch"], now=describe(metrics))
 
 
-def counted(number: int, word: str) -> str:
+def plural(number: int, word: str) -> str:
     """
-    >>> counted(1, "epoch"), counted(1200, "epoch")
+    >>> plural(1, "epoch"), plural(1200, "epoch")
     ('1 epoch', '1,200 epochs')
     """
     return f"{number:,} {word}{'' if number == 1 else 's'}"

@@ -1,4 +1,4 @@
-"""A run's prune stage: by the recipe's rule, or by the value of it that meets a target."""
+"""The prune stage of a run: with the rule's value from the recipe, or with the value that meets a target."""
 
 from __future__ import annotations
 
@@ -28,10 +28,9 @@ if TYPE_CHECKING:
 
 
 def pruned(run: Run, done: float | None = None, score: Score | None = None) -> Masks:
-    """Prunes the run's network in place; one that is cut through is refused, for it would keep any target.
+    """Prunes the run's network in place; refuses a result whose outputs no longer depend on the input.
 
-    `done` is how much of the way to the target is gone, by default as many rounds are; `score` takes the place of the
-    recipe's.
+    `done` is the share of the way to the target, by default the share of rounds; `score` replaces the recipe's.
     """
     settings, method = run.recipe.prune, run.recipe.method
     if settings is None:
@@ -39,25 +38,28 @@ def pruned(run: Run, done: float | None = None, score: Score | None = None) -> M
     if done is None:
         done = (run.state.round + 1) / run.recipe.rounds  # each round takes the same share of what the last one left
     elif done < 1 and settings.target is None:
-        raise UserError(f"method {method}: cuts in steps towards a target; give prune.target instead of a value.")
+        raise UserError(f"method {method}: prunes in steps towards a target; give prune.target instead of a value.")
     groups = run.groups(settings.groups)
-    worth = _Worth(run, score or _score(run, settings))
+    scoring = _Scoring(run, score or _score(run, settings))
     if settings.target is not None and settings.target.latency is not None:
-        return _timed(run, settings, settings.target, groups, done, worth)
-    rule = settings.make() if settings.target is None else _aimed(run, settings, settings.target, groups, done, worth)
+        return _prune_to_latency(run, settings, settings.target, groups, done, scoring)
+    if settings.target is None:
+        rule = settings.make()
+    else:
+        rule = _rule_for_target(run, settings, settings.target, groups, done, scoring)
     masks = prune(
-        run.model, rule, groups, settings.parameters, settings.allow_empty, settings.multiple, **worth.arguments()
+        run.model, rule, groups, settings.parameters, settings.allow_empty, settings.multiple, **scoring.arguments()
     )
-    if not _tells_images_apart(run):
+    if not _depends_on_image(run):
         raise UserError(
-            "prune: nothing of an image reaches the outputs any more. Ask for less, or regularize more gently; "
-            "the network as it was before is in the folder's newest checkpoint."
+            "prune: the outputs no longer depend on the image. Prune less, or regularize more gently; "
+            "the network before pruning is in the folder's newest checkpoint."
         )
     return masks
 
 
 def warning_of_loss(before: float | None, after: float) -> str | None:
-    """What to say, by the accuracies before and after it, of a cut that took more than half of what there was."""
+    """A warning if pruning lost more than half of the accuracy."""
     if before is None or after >= before / 2:
         return None
     return (
@@ -67,8 +69,8 @@ def warning_of_loss(before: float | None, after: float) -> str | None:
 
 
 @dataclass(frozen=True)
-class _Worth:
-    """What groups are worth, and the batches that a score may ask about: those of one epoch, the same at every call."""
+class _Scoring:
+    """The score of groups, and the batches it may use: those of one epoch, the same at every call."""
 
     run: Run
     score: Score
@@ -85,7 +87,7 @@ class _Worth:
         }
 
     def _batches(self, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Those of an epoch whose seed this is; all of them in every process."""
+        """The batches of an epoch with this seed; all of them in every process."""
         run, recipe = self.run, self.run.recipe
         drawn = batches.of_epoch(run.data, run.pool, recipe, seed)
         if isinstance(drawn, Epoch):
@@ -97,14 +99,16 @@ class _Worth:
 def _score(run: Run, settings: Prune) -> Score:
     if settings.score is not None:
         return SCORES.make(settings.score)
-    worth = run.method.score(run.method_stage("prune")) if run.recipe.method else None
-    return worth or Magnitude()
+    own = run.method.score(run.method_stage("prune")) if run.recipe.method else None
+    return own or Magnitude()
 
 
-def _timed(run: Run, settings: Prune, target: PruneTarget, groups: list[Grouping], done: float, worth: _Worth) -> Masks:
-    """Prunes to a share of the network's own time, as measured here by the first process."""
+def _prune_to_latency(
+    run: Run, settings: Prune, target: PruneTarget, groups: list[Grouping], done: float, scoring: _Scoring
+) -> Masks:
+    """Prunes to a share of the network's latency, measured here by the first process."""
     assert target.latency is not None
-    asked = worth.arguments()
+    arguments = scoring.arguments()
     cutter = Cutter(
         run.model,
         run.data.example(),
@@ -116,13 +120,13 @@ def _timed(run: Run, settings: Prune, target: PruneTarget, groups: list[Grouping
         ),
         groups,
         multiple=settings.multiple if settings.multiple > 1 else None,
-        score=worth.score,
-        batches=None if isinstance(worth.score, Magnitude) else list(asked["batches"]),
-        loss=asked["loss"],
+        score=scoring.score,
+        batches=None if isinstance(scoring.score, Magnitude) else list(arguments["batches"]),
+        loss=arguments["loss"],
     )
     cut = agreed(cutter.aim(target.latency**done))
     run.progress.note(
-        f"prune: the network takes {cut.share:.2f} of its time before, {target.latency**done:.2f} was asked for"
+        f"prune: the network takes {cut.share:.2f} of its original time, target {target.latency**done:.2f}"
     )
     masks = cutter.apply(cut)
     if done == 1 and (why := cutter.why_not(cut.share)) is not None:
@@ -130,8 +134,10 @@ def _timed(run: Run, settings: Prune, target: PruneTarget, groups: list[Grouping
     return masks
 
 
-def _aimed(run: Run, settings: Prune, target: PruneTarget, groups: list[Grouping], done: float, worth: _Worth) -> Rule:
-    """The rule with the value that meets the target; images that this run may select by decide on accuracy."""
+def _rule_for_target(
+    run: Run, settings: Prune, target: PruneTarget, groups: list[Grouping], done: float, scoring: _Scoring
+) -> Rule:
+    """The rule with the value that meets the target; accuracy is measured on the images that select epochs."""
     example = run.data.example()
     if target.macs is not None:
         coupled = next((group for group in groups if isinstance(group, Coupled)), None)
@@ -144,7 +150,7 @@ def _aimed(run: Run, settings: Prune, target: PruneTarget, groups: list[Grouping
         least = run.accuracy(run.selection_images) - target.drop if target.drop is not None else target.accuracy
         assert least is not None
         goal = targets.accuracy(lambda: run.accuracy(run.selection_images), least)
-    found = targets.value_for(
+    solution = targets.value_for(
         goal,
         run.model,
         settings.rule_of_target(),
@@ -152,15 +158,15 @@ def _aimed(run: Run, settings: Prune, target: PruneTarget, groups: list[Grouping
         settings.parameters,
         settings.allow_empty,
         settings.multiple,
-        **worth.arguments(),
+        **scoring.arguments(),
     )
-    run.state.prune_value = found.value
-    run.progress.note(f"prune: {settings.rule} {found.value:.4g}, where {goal.name} is {found.number:.4g}")
-    return settings.rule_of_target()(found.value)
+    run.state.prune_value = solution.value
+    run.progress.note(f"prune: {settings.rule} {solution.value:.4g} gives {goal.name} {solution.number:.4g}")
+    return settings.rule_of_target()(solution.value)
 
 
 @torch.inference_mode()
-def _tells_images_apart(run: Run) -> bool:
+def _depends_on_image(run: Run) -> bool:
     run.model.eval()
-    found = run.model(run.data.first(run.selection_images, 100))
-    return len(found) < 2 or not torch.allclose(found, found[:1].expand_as(found), rtol=1e-6, atol=0)
+    outputs = run.model(run.data.first(run.selection_images, 100))
+    return len(outputs) < 2 or not torch.allclose(outputs, outputs[:1].expand_as(outputs), rtol=1e-6, atol=0)

@@ -1,4 +1,4 @@
-"""What a finished run comes to: accuracies, counts, the smaller network; a record, and tables to print.
+"""The result of a finished run: accuracies, counts, the smaller network; a record, and tables to print.
 
 The record is `summary.json` in the run's folder. Training is over when this is called.
 """
@@ -31,14 +31,14 @@ COMPACT = "compact.safetensors"
 BATCHES = (1, 64, 256)
 """Batch sizes at which the dense and the compacted network are timed."""
 LAYER_BATCH = 64
-"""The one at which single layers are."""
+"""The batch size at which single layers are timed."""
 
 
-def recorded(folder: RunFolder) -> dict[str, Any]:
+def read_record(folder: RunFolder) -> dict[str, Any]:
     """The record of a finished run."""
     record = folder.read_json("summary.json")
     if not isinstance(record, dict) or record.get("format") != FORMAT:
-        raise UserError(f"{folder.path}: summary.json is not one that this deephoyer wrote.")
+        raise UserError(f"{folder.path}: summary.json was not written by this version of deephoyer.")
     missing = [key for key in ALWAYS if key not in record]
     if missing:
         raise UserError(f"{folder.path}: summary.json is damaged: it has no {missing[0]}. Delete it, and run it again.")
@@ -46,12 +46,12 @@ def recorded(folder: RunFolder) -> dict[str, Any]:
 
 
 def finish(run: Run) -> dict[str, Any]:
-    """Measures the final network, takes out what is dead, writes both and the record; a finished one is read again."""
+    """Measures and compacts the final network, writes both and the record; an existing record is only read."""
     if (run.folder / "summary.json").exists():
-        return recorded(run.folder)
+        return read_record(run.folder)
     example = run.data.example(2)
     graph = _graph(run, example)
-    final, why_not = _without_idle_weights(run, example, graph)
+    final, why_not = _tidied(run, example, graph)
     record: dict[str, Any] = {
         "format": FORMAT,
         "recipe": run.recipe.model_dump(mode="json"),
@@ -88,29 +88,29 @@ def _environment(run: Run) -> Any:
 
 
 def _graph(run: Run, example: Tensor) -> Coupled | UserError:
-    """The channels of the final network, worked out and proven once for all that follows; or why they can't be."""
+    """The coupled channels of the final network, analysed once for all that follows; or why they can't be."""
     try:
         return Coupled(run.model, example)
     except UserError as why:
         return why
 
 
-def _without_idle_weights(run: Run, example: Tensor, graph: Coupled | UserError) -> tuple[nn.Module, str | None]:
-    """The network that is counted and kept; as it was trained, and why, where its idle weights can't be told."""
+def _tidied(run: Run, example: Tensor, graph: Coupled | UserError) -> tuple[nn.Module, str | None]:
+    """The network without idle weights; or as it was trained, and why, where they can't be determined."""
     if isinstance(graph, UserError):
         return run.model, str(graph)
     try:
-        made = tidy(run.model, example, groups=graph)
+        tidied = tidy(run.model, example, groups=graph)
     except UserError as why:
         return run.model, str(why)
-    before, after = (run.predictions(m) for m in (run.model, made))
+    before, after = (run.predictions(m) for m in (run.model, tidied))
     if not torch.equal(before, after):
         return run.model, f"without them it {_differs(int((before != after).sum()), len(after))}."
-    return made, None
+    return tidied, None
 
 
 def _zeros(model: nn.Module, masks: Masks | None) -> Masks | None:
-    """What is zero in the end, of what was pruned: idle weights too, but no bias that took up a constant."""
+    """Masks of the final zeros in pruned parameters: idle weights too, but no bias that absorbed a constant."""
     if masks is None:
         return None
     left = {name: p.detach() != 0 for name, p in model.named_parameters() if name in masks}
@@ -148,17 +148,17 @@ PROTOCOLS = {
 
 
 def tables(record: dict[str, Any], width: int) -> list[Table | str]:
-    """The record as a person reads it."""
-    made: list[Table | str] = [Summary.from_json(record["sparse"]).table(width), _accuracies(record)]
+    """The record as tables and sentences."""
+    parts: list[Table | str] = [Summary.from_json(record["sparse"]).table(width), _accuracies(record)]
     if "not_tidied" in record:
-        made.append(f"idle weights were left in: {record['not_tidied']}")
+        parts.append(f"idle weights were left in: {record['not_tidied']}")
     if "compact" in record:
-        made.append(Summary.from_json(record["compact"]).comparison(width))
-        made.append(f"the compacted network {_differs(record['changed_predictions'], record['test_images'])}")
+        parts.append(Summary.from_json(record["compact"]).comparison(width))
+        parts.append(f"the compacted network {_differs(record['changed_predictions'], record['test_images'])}")
     else:
-        made.append(f"not compacted: {record['not_compacted']}")
-    made.append(", ".join(f"{name} {size:,} bytes" for name, size in record["files"].items()))
-    return made
+        parts.append(f"not compacted: {record['not_compacted']}")
+    parts.append(", ".join(f"{name} {size:,} bytes" for name, size in record["files"].items()))
+    return parts
 
 
 def _differs(count: int, images: int) -> str:

@@ -75,7 +75,7 @@ class Checkpoints:
 
     def read_state(self) -> dict[str, Tensor] | None:
         """Sets the run's state to that of the newest checkpoint, and returns its tensors; None where there is none."""
-        newest = self.run.processes.by_main(self._newest)
+        newest = self.run.processes.on_main(self._newest)
         if newest is None:
             return None
         tensors, state, damaged = newest
@@ -92,8 +92,8 @@ class Checkpoints:
         run.folder.check(run.recipe, state.stage, state.epoch + (state.step > 0), state.round)
         if newest is None and (run.folder / "summary.json").exists():
             raise UserError(
-                f"run folder {run.folder.path}: holds the result of a run whose checkpoints are gone, which would be "
-                "overwritten. Give another folder with --out, or delete this one."
+                f"run folder {run.folder.path}: contains the result of a run whose checkpoints were deleted, which "
+                "would be overwritten. Give another folder with --out, or delete this one."
             )
         return newest
 
@@ -132,4 +132,4 @@ class Checkpoints:
         """A checkpoint that is intact, but not one of this run."""
         folder = self.run.folder.checkpoints
         path = folder / f"{checkpoint.numbers(folder)[-1]:06d}.safetensors"
-        return UserError(f"{path}: does not fit this run: {why}. Delete it to go on from the one before it.")
+        return UserError(f"{path}: does not fit this run: {why}. Delete it to resume from the one before it.")

@@ -30,8 +30,8 @@ from deephoyer.lab.runs.state import State
 from deephoyer.lab.schema import TITLES, Recipe
 from deephoyer.lab.train import batches
 from deephoyer.lab.train.distill import Teachers, teachers_of
-from deephoyer.lab.train.distributed import Processes, joined, own_device
-from deephoyer.lab.train.evaluate import Correct, counted
+from deephoyer.lab.train.distributed import Processes, local_device, process_group
+from deephoyer.lab.train.evaluate import Correct, count_correct
 from deephoyer.lab.train.loop import Diverged, TrainingLoop
 from deephoyer.lab.train.progress import Silent
 from deephoyer.lab.train.pruning import pruned, warning_of_loss
@@ -71,10 +71,10 @@ class Run:
 
     def execute(self) -> Run:
         """Runs what is left to run; afterwards `model`, `masks` and `state` are the final ones."""
-        self.device = own_device(environment.pick_device(self.recipe.device))
+        self.device = local_device(environment.pick_device(self.recipe.device))
         resumable = f"Run the same command again to resume from the last checkpoint in {self.folder.path}."
-        with joined(self.device, resumable) as self.processes:
-            self.processes.by_main(self.folder.open)
+        with process_group(self.device, resumable) as self.processes:
+            self.processes.on_main(self.folder.open)
             try:
                 with self.progress, environment.tuned(self.recipe.precision):
                     resumed = self.prepare()
@@ -100,12 +100,12 @@ class Run:
 
         Returns the tensors that it has of an unfinished stage.
         """
-        self.device = own_device(environment.pick_device(self.recipe.device))
+        self.device = local_device(environment.pick_device(self.recipe.device))
         tensors = self.checkpoints.read_state()
         self.processes.together(self._build)
         if self.processes.main:
             if not self.finished():
-                self.folder.write_words(self.command, self.recipe)
+                self.folder.write_command(self.command, self.recipe)
                 where = environment.describe(self.device) | {"processes": self.processes.count}
                 self.folder.write_json("environment.json", where)
             self.folder.cut_metrics(self.state.metrics_size)
@@ -115,19 +115,19 @@ class Run:
         if not self.finished() and (self.state.epoch or self.state.step):
             within = f" and step {self.state.step} of the next" if self.state.step else ""
             where_from = f"in stage {self.state.stage} after epoch {self.state.epoch}{within}"
-            self.progress.note(f"resumes {self.folder.path} {where_from}")
+            self.progress.note(f"resuming {self.folder.path} {where_from}")
         return resumed
 
     def _build(self) -> None:
         if not self.finished():
             # Before the first stage trains for hours; what it started from is in its own checkpoint later.
             begun = self.state.stage != "start"
-            find.all_there([(key, name) for key, name in self.recipe.networks() if not (begun and key == "start")])
+            find.check_networks([(key, name) for key, name in self.recipe.networks() if not (begun and key == "start")])
         self.data = datasets.on_device(self.recipe.data, self.device)
         if self.data.crops and (self.recipe.shift or self.recipe.flip):
             raise UserError(
-                f"shift and flip are for images that are not cropped; {self.data.name} is cropped and mirrored by "
-                "settings of its own (data.crop, data.flip)."
+                f"shift and flip are for images that are not cropped; {self.data.name} is cropped and flipped by its "
+                "own settings (data.crop, data.flip)."
             )
         torch.manual_seed(batches.seed_of(self.recipe.seed, "weights"))
         self.model = self.fresh_model()
@@ -196,7 +196,7 @@ class Run:
         self.masks = self.processes.together(lambda: pruned(self))
         if self.processes.count > 1:
             masks = self.masks
-            self.masks = Masks.from_state_dict(self.processes.by_main(lambda: dict(masks.items())), self.model)
+            self.masks = Masks.from_state_dict(self.processes.on_main(lambda: dict(masks.items())), self.model)
 
     def take_start(self) -> None:
         """Loads the network that the recipe starts from."""
@@ -300,11 +300,11 @@ class Run:
     def count_correct(
         self, network: Callable[[Tensor], Tensor], images: Images, between_epochs: bool = False
     ) -> Tensor:
-        """The counts of `evaluate.counted`, over all processes; does not wait for the device."""
+        """The counts of `evaluate.count_correct`, over all processes; does not wait for the device."""
         self.model.eval()
         self.processes.share_buffers(self.model)
         mine = images.share(self.data, self.processes.rank, self.processes.count)
-        counts = counted(network, self.data, mine, self._evaluation_batch(between_epochs))
+        counts = count_correct(network, self.data, mine, self._evaluation_batch(between_epochs))
         return self.processes.sum(counts.to(self.device))
 
     @torch.inference_mode()

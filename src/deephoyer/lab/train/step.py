@@ -1,7 +1,7 @@
 """An epoch of training steps, plain or replayed as a CUDA graph: forward, backward, penalty, optimizer.
 
 Both do the same arithmetic in the same order. Masks are held by the optimizer's own hook
-(`Masks.hold`), which a captured step captures with the rest; so it does with what a method does within a step.
+(`Masks.hold`), which a captured step includes, like what a method does within a step.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from deephoyer.lab.methods import Method
 from deephoyer.lab.train.batches import Batch, Draw, Epoch, Streamed
-from deephoyer.lab.train.epoch_tensors import Tables
+from deephoyer.lab.train.epoch_tensors import EpochTensors
 from deephoyer.lab.train.optim import set_rate
 from deephoyer.regularizer import Regularizer
 
@@ -26,9 +26,8 @@ Forward = Callable[[Any], Tensor]
 class PlainStep:
     """Runs steps one by one; `loss` sums the losses of the steps since `restart`.
 
-    With `parts`, the gradients of so many parts of a batch are accumulated for one step. Of several processes each does
-    its share of a step: `alone` is the context in which they leave gradients to themselves, and `shared` makes of the
-    loss of each the mean of all.
+    `parts` is the number of parts of a batch whose gradients are accumulated for one step. With several processes,
+    `no_sync` is the context in which gradients are not averaged over them, and `mean` averages a loss over them.
     """
 
     def __init__(
@@ -38,23 +37,23 @@ class PlainStep:
         regularizer: Regularizer | None,
         device: torch.device,
         parts: int = 1,
-        alone: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        shared: Callable[[Tensor], Tensor] = lambda loss: loss,
+        no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        mean: Callable[[Tensor], Tensor] = lambda loss: loss,
         method: Method | None = None,
     ):
         self.forward, self.optimizer, self.regularizer, self.device = forward, optimizer, regularizer, device
-        self.parts, self.alone, self.shared, self.method = parts, alone, shared, method or Method()
+        self.parts, self.no_sync, self.mean, self.method = parts, no_sync, mean, method or Method()
         self.loss = torch.zeros((), device=device)
 
     def restart(self, loss: float = 0.0) -> None:
-        """An epoch begins, or goes on where the losses of its steps came to `loss`."""
+        """An epoch begins, or is resumed where the sum of its losses was `loss`."""
         self.loss.fill_(loss)
 
     def epoch(self, drawn: Epoch, rates: Sequence[float]) -> None:
         """All steps of an epoch, with a learning rate for each."""
-        self._plainly(drawn.to(self.device), rates, range(len(drawn)))
+        self._run_steps(drawn.to(self.device), rates, range(len(drawn)))
 
-    def rest_of(
+    def resume_epoch(
         self,
         drawn: Streamed,
         rates: Sequence[float],
@@ -62,10 +61,10 @@ class PlainStep:
         before: Callable[[int], None],
         after: Callable[[int], None],
     ) -> None:
-        """The steps of an epoch that are not done yet, each between two calls with its number."""
-        self._plainly(drawn, rates, range(done, len(drawn)), before, after)
+        """The steps of an epoch after the first `done`, each between a call of `before` and one of `after`."""
+        self._run_steps(drawn, rates, range(done, len(drawn)), before, after)
 
-    def _plainly(
+    def _run_steps(
         self,
         drawn: Epoch | Streamed,
         rates: Sequence[float],
@@ -80,11 +79,11 @@ class PlainStep:
                 now = rates[i]
                 set_rate(self.optimizer, now)
             before(i)
-            self._once(draw)
+            self._step(draw)
             self._advance(1)
             after(i)
 
-    def _once(self, draw: Draw | Batch) -> None:
+    def _step(self, draw: Draw | Batch) -> None:
         self.optimizer.zero_grad(set_to_none=True)
         loss = self._backward(draw) if self.parts == 1 else self._accumulated(draw)
         term = self.method.loss()
@@ -95,7 +94,7 @@ class PlainStep:
             self.regularizer.add_grad_(advance=False)
         self.optimizer.step()
         self.method.after_step()
-        self.loss += self.shared(loss)
+        self.loss += self.mean(loss)
 
     def _backward(self, draw: Draw | Batch) -> Tensor:
         loss = self.forward(draw)
@@ -106,7 +105,7 @@ class PlainStep:
         *early, last = draw.parts(self.parts)
         total = torch.zeros_like(self.loss)
         for part in early:
-            with self.alone():
+            with self.no_sync():
                 loss = self.forward(part) / self.parts
                 loss.backward()
             total += loss.detach()
@@ -135,7 +134,7 @@ class CapturedStep(PlainStep):
     def __init__(self, *args: Any, **settings: Any):
         super().__init__(*args, **settings)
         self.stream = torch.cuda.Stream(self.device)
-        self.tables: Tables | None = None
+        self.tables: EpochTensors | None = None
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.hooks: tuple[int, ...] = ()
         self.warmed = 0
@@ -143,7 +142,7 @@ class CapturedStep(PlainStep):
     def epoch(self, drawn: Epoch, rates: Sequence[float]) -> None:
         steps = len(drawn)
         if self.tables is None or not self.tables.fit(drawn):
-            self.tables = Tables(drawn, self.device)
+            self.tables = EpochTensors(drawn, self.device)
             self.graphs.clear()
         hooks = tuple(self.optimizer._optimizer_step_post_hooks)
         if hooks != self.hooks:  # other masks are held than those that were captured
@@ -170,11 +169,11 @@ class CapturedStep(PlainStep):
     def _warm_up(self, drawn: Epoch, rates: Sequence[float], steps: int) -> None:
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
-            self._plainly(drawn, rates, range(steps))
+            self._run_steps(drawn, rates, range(steps))
         torch.cuda.current_stream(self.device).wait_stream(self.stream)
         self.warmed += steps
 
-    def _capture(self, tables: Tables, unroll: int) -> torch.cuda.CUDAGraph:
+    def _capture(self, tables: EpochTensors, unroll: int) -> torch.cuda.CUDAGraph:
         self.optimizer.zero_grad(set_to_none=True)
         graph = torch.cuda.CUDAGraph()
         # Relaxed: pinned memory for a table may have to be allocated in between, which is harmless.
@@ -183,7 +182,7 @@ class CapturedStep(PlainStep):
             for i in range(unroll):
                 for group in self.optimizer.param_groups:
                     group["lr"].copy_(rates[i])
-                self._once(block.step(i))
+                self._step(block.step(i))
         return graph
 
 

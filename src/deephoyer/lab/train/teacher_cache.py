@@ -1,8 +1,8 @@
-"""What one teacher says of every training image in every position, kept on disk for all runs that ask the same.
+"""A cache on disk for the predictions of a teacher: for every training image in every shifted and flipped position.
 
-A file is named by a digest of the teacher, the images and how it is asked, so a teacher trained again, other
-data or other positions never meet old answers. What only rounds differently has one name: the device,
-compiled blocks, the memory format. Probabilities are kept as float16, 20 bytes for ten classes.
+A file is named by a digest of the teacher, the images and the settings, so another teacher, other data or other
+positions never get its content. Settings that only change rounding are not in the digest: the device, compiled
+blocks, the memory format. Probabilities are stored as float16, 20 bytes for ten classes.
 """
 
 from __future__ import annotations
@@ -22,43 +22,43 @@ from deephoyer.files import folder_at, kept_in, write_atomically
 from deephoyer.lab.data import Dataset
 
 FORM = 1
-"""Goes up when the content of a file changes for the same digest."""
+"""Increased when the content of a file changes for the same teacher, images and settings."""
 
 
 def digest(teacher: nn.Module, data: Dataset, *settings: object) -> str:
-    """Names what `teacher` says of the training images of `data`, asked as `settings` say."""
-    found = hashlib.sha256(repr((FORM, str(teacher), data.mean, data.std, settings)).encode())
+    """The name of the file with the predictions of `teacher` for the training images of `data`."""
+    hash = hashlib.sha256(repr((FORM, str(teacher), data.mean, data.std, settings)).encode())
     for name, tensor in [*teacher.named_parameters(), *teacher.named_buffers(), ("train_x", data.train_x)]:
-        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        found.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
-    return found.hexdigest()[:24]
+        hash.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        hash.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
+    return hash.hexdigest()[:24]
 
 
-def kept(name: str, positions: int, asked: Iterator[Tensor], say: Callable[[str], None]) -> Tensor:
-    """The answers called `name` as (position, image, class): read, or else taken from `asked`, a position at a time.
+def load_or_compute(name: str, positions: int, computed: Iterator[Tensor], say: Callable[[str], None]) -> Tensor:
+    """The predictions called `name` as (position, image, class): from the cache, or from `computed`, one per position.
 
-    Of several processes that want the same, one asks and the others wait for it. Answers that can't be
-    written are used all the same.
+    If several processes need the same, one computes and the others wait for it. Predictions that can't be written are
+    used without being cached.
     """
     try:
         path = folder_at(kept_in("teachers")) / f"{name}.safetensors"
     except UserError as why:
-        say(f"{why} The answers are not kept.")
-        return _gathered(positions, asked, say)
-    found = _read(path, say)
-    if found is not None:
-        return found
-    with _alone(path.with_suffix(".lock"), say):
-        found = _read(path, lambda trouble: None)  # it has been told
-        if found is not None:
-            return found
-        answers = _gathered(positions, asked, say)
+        say(f"{why} The predictions are not cached.")
+        return _compute(positions, computed, say)
+    cached = _read(path, say)
+    if cached is not None:
+        return cached
+    with _locked(path.with_suffix(".lock"), say):
+        cached = _read(path, lambda text: None)  # a damaged file was reported above
+        if cached is not None:
+            return cached
+        predictions = _compute(positions, computed, say)
         try:
-            write_atomically(path, container.seal({"answers": answers}, {"kind": "answers"}))
-            say(f"kept in {path} ({path.stat().st_size / 1e6:.0f} MB)")
+            write_atomically(path, container.seal({"answers": predictions}, {"kind": "answers"}))
+            say(f"cached in {path} ({path.stat().st_size / 1e6:.0f} MB)")
         except UserError as why:
-            say(f"{why} The answers are not kept.")
-    return answers
+            say(f"{why} The predictions are not cached.")
+    return predictions
 
 
 def _read(path: Path, say: Callable[[str], None]) -> Tensor | None:
@@ -67,13 +67,13 @@ def _read(path: Path, say: Callable[[str], None]) -> Tensor | None:
     try:
         return container.unseal(path)[0]["answers"]
     except UserError as why:
-        say(f"{why} The teacher is asked again.")
+        say(f"{why} The predictions are computed again.")
         return None
 
 
 @contextmanager
-def _alone(path: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Waits until no other process works on the same; where nothing can be locked, all of them do."""
+def _locked(path: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """Waits until no other process has the lock; where locks do not work, without one."""
     try:
         lock = open(path, "w")  # noqa: SIM115 (closed below, and by the system when the process ends)
     except OSError:
@@ -83,17 +83,17 @@ def _alone(path: Path, say: Callable[[str], None]) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            say("another run is asking the same teacher; waits for it")
+            say("another run is computing the same predictions; waiting for it")
             fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError:
             pass  # a file system without locks
         yield
 
 
-def _gathered(positions: int, asked: Iterator[Tensor], say: Callable[[str], None]) -> Tensor:
+def _compute(positions: int, computed: Iterator[Tensor], say: Callable[[str], None]) -> Tensor:
     parts = []
-    for part in asked:
+    for part in computed:
         parts.append(part.half().cpu())
         if len(parts) % max(1, positions // 10) == 0:
-            say(f"teacher: {len(parts)} of {positions} positions")
+            say(f"predictions of the teacher: {len(parts)} of {positions} positions")
     return torch.stack(parts)
