@@ -302,7 +302,7 @@ def test_published_records_verify(command, results):
         (("accuracy", "finetuned"), 0.123, "accuracy.finetuned"),
         (("accuracy", "pruned"), float("nan"), "accuracy.pruned"),
         (("seconds",), "long", "seconds"),
-        (("format",), "deephoyer-record-1", "a record of another deephoyer"),
+        (("format",), "deephoyer-record-1", "a record of another version of deephoyer"),
     ],
 )
 def test_an_edited_record_fails_and_says_where(command, results, keys, to, told):

@@ -125,7 +125,7 @@ def test_what_can_not_be_corrected_is_refused(change, told):
 
 
 def test_a_density_that_is_met_from_the_start_is_refused(tmp_path):
-    with pytest.raises(UserError, match="from the start"):
+    with pytest.raises(UserError, match="at the start"):
         Run(
             recipe.read("demo", [*SHORT, "regularize.strength=1e-4", "regularize.effective_density=0.95"]), tmp_path
         ).execute()
