@@ -30,6 +30,13 @@ def followed():
         makers.update(old)
 
 
+def test_the_map_of_modules_names_files_and_folders_that_exist():
+    package, rows = Path(dh.__file__).parent, re.findall(r"^\| (`.*?`) \|", TEXT, re.M)
+    places = [name for row in rows for name in re.findall(r"`([\w/.]+)`", row)]
+    missing = [name for name in places if not any((folder / name).exists() for folder in (package, package / "lab"))]
+    assert len(places) > 30 and missing == []
+
+
 def test_the_penalty_has_a_name_a_setting_and_the_fast_path():
     model = nn.Linear(6, 4)
     reg = dh.Regularizer(model, PENALTIES.make("log", a=0.2), strength=1.0, backend="foreach")
