@@ -140,13 +140,13 @@ def together(
 
 def _sweep(file: Path, changes: Sequence[str], count: int, mps: bool, said: list[str]) -> tuple[float, float]:
     strengths = ",".join(f"{i + 1}e-4" for i in range(count))
-    team = sweep.members(str(file), changes, [f"regularize.strength={strengths}"], file.parent / str(count))
+    runs = sweep.grid_runs(str(file), changes, [f"regularize.strength={strengths}"], file.parent / str(count))
     began = time.monotonic()
-    member = [sys.executable, str(Path(__file__).resolve())]
-    sweep.run_all(str(file), changes, team, count, None, mps=mps, say=said.append, program=member)
+    program = [sys.executable, str(Path(__file__).resolve())]
+    sweep.run_all(str(file), changes, runs, count, None, mps=mps, say=said.append, program=program)
     wall = time.monotonic() - began
     seconds: list[float] = []
-    for each in team:
+    for each in runs:
         if each.status != 0:
             raise UserError(f"a run of the sweep failed: {each.log_tail()}")
         lines = (each.folder / "metrics.jsonl").read_text().splitlines()
@@ -237,7 +237,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["run"]:  # a member of the sweep: `epochs.py run RECIPE [key=value ...] --out FOLDER`
+    if sys.argv[1:2] == ["run"]:  # one run of the sweep: `epochs.py run RECIPE [key=value ...] --out FOLDER`
         _, _, name, *overrides, _, folder = sys.argv
         Run(recipes.read(name, overrides), Path(folder)).execute()
     else:

@@ -33,7 +33,7 @@ from deephoyer.errors import UserError
 from deephoyer.export import load
 from deephoyer.files import folder_at, write_atomically
 from deephoyer.lab import models, recipe, sweep
-from deephoyer.lab.processes import DEEPHOYER, Member, Queue
+from deephoyer.lab.processes import DEEPHOYER, ChildRun, Queue
 from deephoyer.lab.recipe import Command
 from deephoyer.lab.runs import checkpoint
 from deephoyer.lab.runs.find import RUNS
@@ -261,30 +261,30 @@ class InOrder(Queue):
                 found.append(job)
         return found
 
-    def next(self) -> Member | None:
+    def next(self) -> ChildRun | None:
         if time.monotonic() > self.until - STARTING:
             return None
         for job in self._open():
             if not self.waits_for(job):
                 self.busy.add(job.identity)
-                return Member([job.base, *job.overrides], job.folder, about={"job": job})
+                return ChildRun([job.base, *job.overrides], job.folder, about={"job": job})
         return None
 
     def open(self) -> bool:
         return time.monotonic() < self.until - STARTING and bool(self._open())
 
-    def ended(self, member: Member) -> None:
-        job: Job = member.about["job"]
+    def ended(self, child: ChildRun) -> None:
+        job: Job = child.about["job"]
         self.busy.discard(job.identity)
-        if member.result() is None:
-            self.failed[job.identity] = member.log_tail()
+        if child.result() is None:
+            self.failed[job.identity] = child.log_tail()
         else:
             self.records.add(job)
 
-    def interrupted(self, member: Member) -> None:
-        self.busy.discard(member.about["job"].identity)
+    def interrupted(self, child: ChildRun) -> None:
+        self.busy.discard(child.about["job"].identity)
 
-    def tick(self, busy: Sequence[Member]) -> None:
+    def tick(self, busy: Sequence[ChildRun]) -> None:
         self.records.go_on()
         if time.monotonic() > self.until:
             raise TimeIsUp

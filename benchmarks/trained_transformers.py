@@ -454,7 +454,7 @@ def _side_by_side(folder: Path, seeds: list[int]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     logs = [folder / f"seed-{seed}.log" for seed in seeds]
     with ExitStack() as stack:
-        environment = {**os.environ, **gpu_sharing.quiet_threads()}
+        environment = {**os.environ, **gpu_sharing.one_thread()}
         running = []
         for seed, log in zip(seeds, logs, strict=True):
             words = [sys.executable, *sys.orig_argv[1:], "--no-together", "--seeds", str(seed)]

@@ -336,7 +336,7 @@ def test_a_comparison_runs_to_its_end_goes_on_after_a_stop_and_writes_its_page(c
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.yaml").write_text(MINIATURE)
 
-    def conduct(begin, queue, jobs, devices, show=None, mps=True, say=print, most=None, timed=False):
+    def run_children(begin, queue, jobs, devices, show=None, mps=True, say=print, most=None, timed=False):
         count, kept = 0, []  # the data of a run that is kept is not read again for the next
         while queue.open() and count != most:
             member = queue.next()
@@ -348,11 +348,11 @@ def test_a_comparison_runs_to_its_end_goes_on_after_a_stop_and_writes_its_page(c
             count += 1
 
     stopped = Comparison("mine.yaml", TINY)
-    conduct(["compare/lenet-300-100", *TINY], stopped, 1, [], most=5)
+    run_children(["compare/lenet-300-100", *TINY], stopped, 1, [], most=5)
     before = {path: path.stat().st_mtime_ns for path in Path("runs").glob("*/summary.json")}
     assert len(before) == 5
 
-    monkeypatch.setattr("deephoyer.lab.sweep.run_queue", conduct)
+    monkeypatch.setattr("deephoyer.lab.sweep.run_queue", run_children)
     code, said, error = command("compare", "mine.yaml", *TINY, "--plan")
     assert code == 0 and said.startswith("5 of ") and "epochs are left" in said, error
     code, said, error = command("compare", "mine.yaml", *TINY, "--write")

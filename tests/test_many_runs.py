@@ -12,7 +12,7 @@ import pytest
 import deephoyer as dh
 from deephoyer.lab import sweep
 from deephoyer.lab.fork_server import Forked, ForkServer
-from deephoyer.lab.processes import IMPORTS, ListedMembers, Member, Starter, conduct
+from deephoyer.lab.processes import IMPORTS, ChildRun, ListQueue, Starter, run_children
 from deephoyer.lab.search import Axis, Search, goals
 
 QUICK = [
@@ -25,14 +25,14 @@ QUICK = [
 
 
 def test_a_sweep_runs_every_member_and_one_that_fails_leaves_the_others_alone(tmp_path):
-    team = sweep.members("demo", QUICK, ["prune.value=0.1,1e9"], tmp_path)
+    team = sweep.grid_runs("demo", QUICK, ["prune.value=0.1,1e9"], tmp_path)
     sweep.run_all("demo", QUICK, team, 2, None)
     good, bad = team
     assert good.status == 0 and good.result()["accuracy"]["finetuned"] > 0
     assert bad.status == 2 and "would leave nothing of" in bad.line()
     assert sweep.result_table(team).row_count == 2
     before = (good.folder / "summary.json").stat().st_mtime_ns
-    again = sweep.members("demo", QUICK, ["prune.value=0.1"], tmp_path)
+    again = sweep.grid_runs("demo", QUICK, ["prune.value=0.1"], tmp_path)
     sweep.run_all("demo", QUICK, again, 1, None)
     assert (good.folder / "summary.json").stat().st_mtime_ns == before
     assert json.loads((good.folder / "summary.json").read_text()) == again[0].result()
@@ -65,10 +65,10 @@ def test_ctrl_c_is_told_to_all_members_before_any_is_waited_for(tmp_path, howeve
         if len(list(tmp_path.glob("*/ready"))) == 2:
             raise KeyboardInterrupt
 
-    team = [Member([], tmp_path / name) for name in "ab"]
+    team = [ChildRun([], tmp_path / name) for name in "ab"]
     with pytest.raises(KeyboardInterrupt):
         words, keep = [sys.executable, "-c", PATIENT], however_started == "kept"
-        conduct(words, dict(os.environ), ListedMembers(team), 2, show, keep=keep)
+        run_children(words, dict(os.environ), ListQueue(team), 2, show, keep=keep)
     assert [m.process.returncode for m in team] == [0, 0]
 
 
@@ -91,15 +91,15 @@ if mine.name == "broken" or company or not tries:
 def test_members_that_failed_through_anothers_gpu_fault_are_retried_alone_once_all_have_left_the_gpu(
     tmp_path, however_started
 ):
-    team = [Member([], tmp_path / name) for name in ("killed", "faulted", "broken", "faulted too")]
+    team = [ChildRun([], tmp_path / name) for name in ("killed", "faulted", "broken", "faulted too")]
     words, keep = [sys.executable, "-c", FAULTY], however_started == "kept"
-    conduct(words, dict(os.environ), ListedMembers(team), 4, keep=keep)
+    run_children(words, dict(os.environ), ListQueue(team), 4, keep=keep)
     assert [m.status for m in team] == [3, 0, 1, 0]
     assert [len(list(m.folder.glob("try*"))) for m in team] == [1, 2, 2, 2]
     assert "launch failure" in team[1].folder.joinpath("log.txt").read_text(), "the first failure can still be read"
 
 
-class EndsDecide(ListedMembers):
+class EndsDecide(ListQueue):
     """A queue that is open until all of its members have ended, as a comparison's and a search's are."""
 
     def __init__(self, members):
@@ -117,9 +117,9 @@ class EndsDecide(ListedMembers):
 
 
 def test_a_faulted_member_is_retried_though_its_queue_waits_for_its_end_and_hears_of_it_until_then(tmp_path):
-    team = [Member([], tmp_path / name) for name in ("faulted", "killed")]
+    team = [ChildRun([], tmp_path / name) for name in ("faulted", "killed")]
     queue = EndsDecide(team)
-    conduct([sys.executable, "-c", FAULTY], dict(os.environ), queue, 2)
+    run_children([sys.executable, "-c", FAULTY], dict(os.environ), queue, 2)
     assert [(m.status, m.retried) for m in team] == [(0, True), (3, False)]
     assert ("faulted", False, False) in queue.alive
 
@@ -127,7 +127,7 @@ def test_a_faulted_member_is_retried_though_its_queue_waits_for_its_end_and_hear
 def test_a_member_that_was_just_being_started_is_told_as_interrupted(tmp_path, monkeypatch):
     stopped = []
 
-    class Noted(ListedMembers):
+    class Noted(ListQueue):
         def interrupted(self, member):
             stopped.append(member)
 
@@ -135,23 +135,23 @@ def test_a_member_that_was_just_being_started_is_told_as_interrupted(tmp_path, m
         raise KeyboardInterrupt
 
     monkeypatch.setattr(ForkServer, "ready", ctrl_c)
-    member = Member([], tmp_path / "a")
+    member = ChildRun([], tmp_path / "a")
     with pytest.raises(KeyboardInterrupt):
-        conduct([sys.executable, "-c", "pass"], dict(os.environ), Noted([member]), 1)
+        run_children([sys.executable, "-c", "pass"], dict(os.environ), Noted([member]), 1)
     assert stopped == [member]
 
 
 @pytest.mark.parametrize("axis", ["seed", "seed=", "=1", "seed=1,1", "seed=one", "sed=1"])
 def test_a_grid_that_makes_no_sense_is_refused_before_anything_runs(tmp_path, axis):
     with pytest.raises(dh.UserError):
-        sweep.members("demo", QUICK, [axis], tmp_path)
+        sweep.grid_runs("demo", QUICK, [axis], tmp_path)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_member_that_was_killed_is_told_as_killed_and_by_what(tmp_path, however_started):
-    team = [Member([], tmp_path / "a")]
+    team = [ChildRun([], tmp_path / "a")]
     words, keep = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], however_started == "kept"
-    conduct(words, dict(os.environ), ListedMembers(team), 1, keep=keep)
+    run_children(words, dict(os.environ), ListQueue(team), 1, keep=keep)
     assert team[0].line() == "failed: killed by SIGKILL"
 
 
@@ -161,11 +161,11 @@ from pathlib import Path
 from deephoyer.lab import fork_server
 if sys.argv[2] == "by themselves":
     fork_server.can_run = lambda words: False
-from deephoyer.lab.processes import ListedMembers, Member, conduct
+from deephoyer.lab.processes import ListQueue, ChildRun, run_children
 child = "import pathlib, sys, time; from deephoyer.lab.processes import end_with_parent; end_with_parent(); "
 child += "(pathlib.Path(sys.argv[-1]) / 'ready').touch(); time.sleep(60)"
-members = ListedMembers([Member([], Path(sys.argv[1]) / "child")])
-conduct([sys.executable, "-c", child], dict(os.environ), members, 1, keep=sys.argv[2] == "kept")
+members = ListQueue([ChildRun([], Path(sys.argv[1]) / "child")])
+run_children([sys.executable, "-c", child], dict(os.environ), members, 1, keep=sys.argv[2] == "kept")
 """
 
 
@@ -225,7 +225,7 @@ def test_a_child_that_is_kept_runs_one_program_after_another_until_one_fails(tmp
     with Starter([sys.executable, "-c", COUNTS], dict(os.environ), keep=True) as start:
         said, status = [], []
         for i, word in enumerate(["a", "b", "fails", "c", "breaks", "d"]):
-            member = start(Member([word], tmp_path / f"{i}"))
+            member = start(ChildRun([word], tmp_path / f"{i}"))
             status.append(member.process.wait())
             member.process.stdin.close()  # as when it is polled: nobody else must take that for his own
             member.log.close()
@@ -241,8 +241,8 @@ def test_a_run_that_failed_after_another_is_retried_by_itself(tmp_path):
     once = (
         "import sys; count = sys.modules.setdefault('counted', []); count.append(1); sys.exit(len(count) > 1 and 'no')"
     )
-    team = [Member([], tmp_path / name) for name in "ab"]
-    conduct([sys.executable, "-c", once], dict(os.environ), ListedMembers(team), 1, keep=True)
+    team = [ChildRun([], tmp_path / name) for name in "ab"]
+    run_children([sys.executable, "-c", once], dict(os.environ), ListQueue(team), 1, keep=True)
     assert [(m.status, m.retried) for m in team] == [(0, False), (0, True)]
     assert (tmp_path / "b" / "log.txt").read_text() == "no\n", "what it said first"
 
@@ -256,9 +256,9 @@ def test_runs_of_a_process_that_is_kept_are_those_that_each_would_be_by_itself(t
     ]
     words = [sys.executable, "-m", "deephoyer", "run", "demo", *quick]
     for keep in (True, False):
-        team = [Member([f"seed={seed}"], tmp_path / f"{keep}{seed}") for seed in (0, 1)][not keep :]
-        conduct(
-            words, dict(os.environ) | {"DEEPHOYER_UNTIMED": "1"}, ListedMembers(team), 1, imports=IMPORTS, keep=keep
+        team = [ChildRun([f"seed={seed}"], tmp_path / f"{keep}{seed}") for seed in (0, 1)][not keep :]
+        run_children(
+            words, dict(os.environ) | {"DEEPHOYER_UNTIMED": "1"}, ListQueue(team), 1, imports=IMPORTS, keep=keep
         )
         assert {m.status for m in team} == {0} and not any(m.retried for m in team)
     kept, fresh = ((tmp_path / name / "finetuned.safetensors").read_bytes() for name in ("True1", "False1"))
@@ -286,7 +286,7 @@ except KeyboardInterrupt:
 
 @pytest.mark.parametrize("keep", [False, True], ids=["forked", "kept"])
 def test_when_the_server_is_killed_its_programs_end_and_only_then_start_again_by_themselves(tmp_path, keep):
-    team = [Member([], tmp_path / name) for name in ("first", "second")]
+    team = [ChildRun([], tmp_path / name) for name in ("first", "second")]
     killed = []
 
     def show(busy):
@@ -295,7 +295,7 @@ def test_when_the_server_is_killed_its_programs_end_and_only_then_start_again_by
             killed.extend([server, *_children_of(server)])
             os.kill(server, signal.SIGKILL)
 
-    conduct([sys.executable, "-c", ENDS_SLOWLY], dict(os.environ), ListedMembers(team), 1, show, keep=keep)
+    run_children([sys.executable, "-c", ENDS_SLOWLY], dict(os.environ), ListQueue(team), 1, show, keep=keep)
     assert [(m.status, m.retried) for m in team] == [(0, True), (0, False)] and len(killed) == 2
     _until(lambda: not os.path.exists(f"/proc/{killed[1]}"))
 
@@ -315,10 +315,10 @@ def test_a_server_that_died_is_replaced_once_and_what_it_said_is_told(tmp_path):
     (tmp_path / "warns.py").write_text("import sys; print('a driver is too old', file=sys.stderr)")
     me = str(os.getpid())
     environment = {**os.environ, "CONDUCTOR": me, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    team = [Member([], tmp_path / name) for name in ("kills", "second", "third kills", "fourth")]
+    team = [ChildRun([], tmp_path / name) for name in ("kills", "second", "third kills", "fourth")]
     told = []
     words = [sys.executable, "-c", KILLS_ITS_PARENT]
-    conduct(words, environment, ListedMembers(team), 1, say=told.append, imports=["warns"])
+    run_children(words, environment, ListQueue(team), 1, say=told.append, imports=["warns"])
     assert [(m.status, m.retried) for m in team] == [(0, True), (0, False), (0, True), (0, False)]
     (first, own), (second,), (third, alone), (fourth,) = ((m.folder / "parents").read_text().split() for m in team)
     assert second == third != first and {own, alone, fourth} == {me} and me not in (first, second)
@@ -332,9 +332,9 @@ def test_a_server_that_died_is_replaced_once_and_what_it_said_is_told(tmp_path):
 def test_a_server_that_can_not_begin_says_why_and_runs_go_on_without_it(tmp_path):
     (tmp_path / "breaks.py").write_text("raise OSError('no space left')")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    team = [Member([], tmp_path / name) for name in ("first", "second")]
+    team = [ChildRun([], tmp_path / name) for name in ("first", "second")]
     told, seen = [], []
-    conduct([sys.executable, "-c", "pass"], environment, ListedMembers(team), 1, seen.append, told.append, ["breaks"])
+    run_children([sys.executable, "-c", "pass"], environment, ListQueue(team), 1, seen.append, told.append, ["breaks"])
     assert [m.status for m in team] == [0, 0] and seen
     assert told == [
         "the fork server ended with status 1; last line of its log: OSError: no space left. "
@@ -349,8 +349,8 @@ def test_ctrl_c_after_the_server_was_killed_waits_for_its_programs(tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        members = ListedMembers([Member([], tmp_path / "first")])
-        conduct([sys.executable, "-c", ENDS_SLOWLY], dict(os.environ), members, 1, show)
+        members = ListQueue([ChildRun([], tmp_path / "first")])
+        run_children([sys.executable, "-c", ENDS_SLOWLY], dict(os.environ), members, 1, show)
     assert (tmp_path / "first" / "over").exists()
 
 
@@ -410,8 +410,8 @@ def test_runs_side_by_side_share_the_cores_that_this_process_may_use(tmp_path, m
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    team, speaks = [Member([], tmp_path / name) for name in "ab"], "import os; print(os.environ['OMP_NUM_THREADS'])"
-    sweep.run_queue([], ListedMembers(team), 2, ["cpu"] * 2, program=[sys.executable, "-c", speaks])
+    team, speaks = [ChildRun([], tmp_path / name) for name in "ab"], "import os; print(os.environ['OMP_NUM_THREADS'])"
+    sweep.run_queue([], ListQueue(team), 2, ["cpu"] * 2, program=[sys.executable, "-c", speaks])
     assert [(m.folder / "log.txt").read_text() for m in team] == ["3\n", "3\n"]
 
 
@@ -426,8 +426,8 @@ def test_reading_mnist_starts_no_threads_that_a_fork_would_miss():
 def test_forked_members_train_on_the_gpu(tmp_path, monkeypatch, timed):
     monkeypatch.delenv("DEEPHOYER_UNTIMED", raising=False)
     quick = [*QUICK, "device=cuda"]
-    team = sweep.members("demo", quick, ["seed=0,1,2,3"], tmp_path)
-    sweep.run_queue(["demo", *quick], ListedMembers(team), 2, ["cuda"] * 2, timed=timed)
+    team = sweep.grid_runs("demo", quick, ["seed=0,1,2,3"], tmp_path)
+    sweep.run_queue(["demo", *quick], ListQueue(team), 2, ["cuda"] * 2, timed=timed)
     assert [m.status for m in team] == [0, 0, 0, 0] and not any(m.retried for m in team)
     assert all(isinstance(m.process, Forked) for m in team)
 
@@ -484,7 +484,7 @@ def _search(folder, trials, vary="regularize.strength=1e-4..1e-2:log", silent_af
 
 def test_a_study_of_another_search_is_refused(tmp_path):
     _search(tmp_path / "study", 1)
-    with pytest.raises(dh.UserError, match="contains a different search"):
+    with pytest.raises(dh.UserError, match="contains another search"):
         _search(tmp_path / "study", 1, "regularize.strength=1e-4..1e-1:log")
 
 

@@ -190,8 +190,8 @@ def test_without_the_program_or_a_gpu_to_share_nothing_is_started(monkeypatch):
 
 def test_a_gpu_is_as_crowded_as_runs_at_once_are_on_it(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    assert gpu_sharing.crowd(["cpu", "cpu"], 2) == 0
-    assert gpu_sharing.crowd(["auto", "cuda:0", "cuda"], 2) == 2
-    assert gpu_sharing.crowd(["cuda:0", "cuda:1", "cuda:0", "cuda:1"], 4) == 2
+    assert gpu_sharing.runs_per_gpu(["cpu", "cpu"], 2) == 0
+    assert gpu_sharing.runs_per_gpu(["auto", "cuda:0", "cuda"], 2) == 2
+    assert gpu_sharing.runs_per_gpu(["cuda:0", "cuda:1", "cuda:0", "cuda:1"], 4) == 2
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert gpu_sharing.crowd(["auto", "auto"], 2) == 0
+    assert gpu_sharing.runs_per_gpu(["auto", "auto"], 2) == 0

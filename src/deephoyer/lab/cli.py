@@ -1,4 +1,4 @@
-"""The commands. They read words, call the rooms, and print; nothing is computed here.
+"""The commands: they parse arguments, call other modules, and print; nothing is computed here.
 
 A user's mistake is one or two lines on standard error and exit status 2; Ctrl-C is 130.
 """
@@ -17,7 +17,7 @@ from rich.table import Table
 from deephoyer import __version__
 from deephoyer.errors import UserError, unknown
 from deephoyer.lab import comparison_commands, search_commands
-from deephoyer.lab.processes import end_with_parent, is_member
+from deephoyer.lab.processes import end_with_parent, is_child_run
 from deephoyer.lab.report import commands, page_commands
 from deephoyer.lab.search_commands import errors, out
 
@@ -142,7 +142,7 @@ def run(
     changes = overrides or []
     chosen = recipes.read(recipe, changes)
     place = folder or Path("runs") / recipes.folder_name(recipe, changes)
-    first = rank() == 0  # of several processes one reports
+    first = rank() == 0  # only rank 0 reports
     if first:
         out.print(f"run folder: {place}")
     job = Run(chosen, place, reporter(out) if first else Silent(), recipes.Command(recipe, tuple(changes)))
@@ -157,7 +157,7 @@ def run(
     if not first:
         return
     _show(read_record(there) if done else finish(job), place)
-    if not is_member():  # a hundred runs of a sweep need no hundred pages; `deephoyer report` makes any of them
+    if not is_child_run():  # not for every run of a sweep; `deephoyer report` writes any of them
         from deephoyer.lab.report import run_page
 
         out.print(f"report: {run_page.write(place)[0]}")
@@ -323,7 +323,7 @@ def _complain(text: str) -> None:
 
 
 def _complain_once(why: UserError) -> None:
-    """Of several processes one tells what all have found; what is another's alone, that one tells."""
+    """Of several processes, rank 0 reports an error that all have; another process reports only its own."""
     number = os.environ.get("RANK", "0")
     if number == "0":
         _complain(str(why))
@@ -335,7 +335,7 @@ def _complain_once(why: UserError) -> None:
 
 
 def main() -> None:
-    """The entry point: errors that are the user's to mend become a line and status 2."""
+    """The entry point: a user's mistake is reported in a line or two, with exit status 2."""
     end_with_parent()
     try:
         status = app(standalone_mode=False)
@@ -343,21 +343,21 @@ def main() -> None:
         _complain_once(why)
         status = 2
     except OSError as why:
-        # A disk that is full or read-only may show anywhere; what was written before it is whole.
+        # A full or read-only disk can fail anywhere; files written before are intact.
         _complain(f"{why.filename or 'the disk'}: {why.strerror or why}.")
         status = 2
     except (typer.Abort, KeyboardInterrupt):
         _complain("interrupted.")
         status = 130
     except Exception as why:
-        # Usage errors of the command line know how to show themselves; anything else is a defect of ours.
+        # Typer's usage errors print themselves; anything else is a bug.
         if not (hasattr(why, "show") and hasattr(why, "exit_code")):
             raise
         why.show()
         status = why.exit_code
     status = status if isinstance(status, int) else 0
     if "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1":
-        # Threads that torch leaves behind a group of processes may abort one that has ended well.
+        # Threads that torch leaves after a process group may abort a process that has succeeded.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

@@ -24,7 +24,7 @@ from typing import Any
 from deephoyer.errors import UserError, unknown
 from deephoyer.lab import recipe as recipes
 from deephoyer.lab.comparison_protocol import Entry, Epochs, read
-from deephoyer.lab.processes import Member, Queue
+from deephoyer.lab.processes import ChildRun, Queue
 from deephoyer.lab.runs.find import RUNS
 from deephoyer.lab.runs.folder import FAILED
 from deephoyer.lab.schema import Recipe
@@ -74,7 +74,7 @@ class ComparedRun:
 
 
 class Comparison(Queue):
-    """A queue of runs for `processes.conduct`: which are needed follows from the results so far."""
+    """A queue of runs for `processes.run_children`: which are needed follows from the results so far."""
 
     def __init__(
         self, name: str, overrides: Sequence[str] = (), only: Sequence[str] = (), minutes: float | None = None
@@ -321,12 +321,12 @@ class Comparison(Queue):
 
     # The queue
 
-    def next(self) -> Member | None:
+    def next(self) -> ChildRun | None:
         for words, title in self._waiting() if time.monotonic() < self._until else ():
             folder = self.folder(words)
             if folder not in self._busy:
                 self._busy.add(folder)
-                return Member(list(words), folder, name=title)
+                return ChildRun(list(words), folder, name=title)
         return None
 
     def _waiting(self) -> Iterator[tuple[tuple[str, ...], str]]:
@@ -354,14 +354,14 @@ class Comparison(Queue):
     def open(self) -> bool:
         return time.monotonic() < self._until and any(not self._settled(job) for job in self.jobs())
 
-    def ended(self, member: Member) -> None:
-        self._busy.discard(member.folder)
-        self._done[member.folder] = member.result() is not None
-        if not self._done[member.folder]:
-            self._failed[member.folder] = member.log_tail()
+    def ended(self, child: ChildRun) -> None:
+        self._busy.discard(child.folder)
+        self._done[child.folder] = child.result() is not None
+        if not self._done[child.folder]:
+            self._failed[child.folder] = child.log_tail()
 
-    def interrupted(self, member: Member) -> None:
-        self._busy.discard(member.folder)
+    def interrupted(self, child: ChildRun) -> None:
+        self._busy.discard(child.folder)
 
 
 def _json(path: Path) -> Any:

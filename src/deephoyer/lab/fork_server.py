@@ -1,11 +1,11 @@
-"""Python programs that start fast: a server that has imported what they need, and forks a child for each of them.
+"""A fork server: it imports modules once and forks a child process for each Python program, which then starts fast.
 
-Importing torch takes seconds of a core, which each of a thousand short runs would pay. The server pays once. It never
-touches a GPU, so that its children may; each has a session, a standard input and a log of its own, as if it had been
-started by itself. A child that is *kept* runs one program after another, as long as they end well: beginning with a
-GPU takes a second, too. Which programs those are, and what is made of their ends, is for `processes.py`.
+Importing torch takes seconds, which a thousand short runs would otherwise spend each. The server never uses a GPU, so
+that its children can; each has its own session, standard input and log, as if it had been started directly. A child
+that is *kept* runs several programs one after another, as long as they succeed, since initializing a GPU takes another
+second. Which programs are run is decided in `processes.py`.
 
-Linux alone: elsewhere a fork may not do what its parent has begun.
+Linux only: on other systems a forked process can't use all that its parent has loaded.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from pathlib import Path
 from typing import IO
 
 MESSAGE = 1 << 17
-"""Bytes that a request may have; Linux gives room for a little more."""
+"""The largest request in bytes; Linux allows a little more."""
 NOBODY = 0
-"""A number that no program has."""
+"""A number that is never given to a program."""
 
 
 def can_run(words: list[str]) -> bool:
-    """Whether these words start a program of Python's that can be forked."""
+    """Whether this command starts a Python program that can be forked."""
     return sys.platform == "linux" and words[0] == sys.executable and words[1] in ("-m", "-c")
 
 
-# The side of who asks
+# The client
 
 
 class ForkServer:
-    """A server of one's own. `ready()` waits for it; it ends with `close()`, or with this process however that ends.
+    """Starts a server. `ready()` waits for it; it ends with `close()`, or when this process ends.
 
-    `imports` are modules; of `module:function` the function is called, for what it keeps in memory.
+    `imports` are modules; for `module:function` the function is called, to load data into memory.
     """
 
     def __init__(self, environment: dict[str, str], imports: Sequence[str] = ()):
@@ -67,14 +67,14 @@ class ForkServer:
         self.served = self.gone = False
 
     def ready(self) -> bool:
-        """Waits until it has imported what it imports; False if it can't serve here."""
+        """Waits until its imports are done; False if it can't work on this system."""
         self.gone = self.gone or not _received(self._socket)
         self.served = not self.gone
         return self.served
 
     def start(self, words: list[str], log: IO[bytes], keep: bool = False) -> Forked | None:
-        """Has a child run `python words`, its output in a log; None if the server is gone. With `keep` that is one that
-        is kept, if one is free."""
+        """Runs `python words` in a child, with its output in a log; None if the server has ended. With `keep`, a kept
+        child is used if one is free."""
         request = json.dumps({"start": self._started + 1, "words": words, "keep": keep}).encode()
         if len(request) > MESSAGE:
             return None
@@ -85,37 +85,37 @@ class ForkServer:
                 socket.send_fds(self._socket, [request], [theirs.fileno(), log.fileno()])
             except OSError:
                 ours.close()
-                self._hear_out()
+                self._drain()
                 return None
         return Forked(self, self._started, ours, keep)
 
-    def tell(self, **request: int) -> None:
-        """Asks for something else; nobody hears it if the server is gone."""
+    def send(self, **request: int) -> None:
+        """Sends another request; ignored if the server has ended."""
         try:
             self._socket.send(json.dumps(request).encode())
         except OSError:
-            self._hear_out()
+            self._drain()
 
-    def _hear_out(self) -> None:
-        """Reads what a server that is gone told before, until nothing more comes: it still counts."""
+    def _drain(self) -> None:
+        """Reads the remaining messages of a server that has ended: they still count."""
         self.status(NOBODY)
 
     def status(self, number: int, wait: bool = False) -> int | None:
-        """The exit status of a child, negative for a signal; None while it runs or if nobody knows any more."""
+        """The exit status of a child, negative for a signal; None while it runs, or if it is unknown."""
         while number not in self._ended and not self.gone:
             try:
-                told = _received(self._socket, 0 if wait else socket.MSG_DONTWAIT)
+                message = _received(self._socket, 0 if wait else socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return None
-            if told:
-                end = json.loads(told)
+            if message:
+                end = json.loads(message)
                 self._ended[end["ended"]] = end["status"]
             else:
                 self.gone = True
         return self._ended.get(number)
 
     def how_it_ended(self) -> str:
-        """Of one that is gone, for people: by what, and the last line it wrote; nothing where it can't serve here."""
+        """How the server ended, with the last line of its log, as a phrase; empty if it can't work on this system."""
         try:
             status = self._process.wait(timeout=10)
         except subprocess.TimeoutExpired:
@@ -135,13 +135,13 @@ class ForkServer:
 
 
 class Forked:
-    """A child of the server: what `processes.py` needs of a `subprocess.Popen`.
+    """A child of the server, with the part of `subprocess.Popen`'s interface that `processes.py` uses.
 
-    Its standard input is a socket, by which this side sees when the child no longer holds the other end.
+    Its standard input is a socket, which also shows when the child has closed the other end.
     """
 
     LOST = 1
-    """The status of one whose server was killed: it is told to end, and how it ends is not known."""
+    """The status of a child whose server was killed: it is asked to end, and its real status is unknown."""
 
     def __init__(self, server: ForkServer, number: int, stdin: socket.socket, kept: bool):
         self._server, self._number, self.stdin, self.kept = server, number, stdin, kept
@@ -151,12 +151,12 @@ class Forked:
     def poll(self, wait: bool = False) -> int | None:
         if self.returncode is None:
             self.returncode = self._server.status(self._number, wait)
-            if self.returncode is None and self._server.gone and self._left(wait):
+            if self.returncode is None and self._server.gone and self._has_ended(wait):
                 self.returncode, self.lost = self.LOST, True
         return self.returncode
 
-    def _left(self, wait: bool) -> bool:
-        """Tells a child without a server to end; whether it has."""
+    def _has_ended(self, wait: bool) -> bool:
+        """Asks a child without a server to end; returns whether it has."""
         try:
             self.stdin.shutdown(socket.SHUT_WR)
             return not _received(self.stdin, 0 if wait else socket.MSG_DONTWAIT)
@@ -171,30 +171,30 @@ class Forked:
         return status
 
     def send_signal(self, number: int) -> None:
-        """By the server, who knows whether the process's number is still its own."""
-        self._server.tell(signal=number, to=self._number)
+        """Through the server, which knows whether the process still exists."""
+        self._server.send(signal=number, to=self._number)
 
 
 def _received(line: socket.socket, flags: int = 0) -> bytes:
-    """The next message; b"" if the other end is closed, however that came."""
+    """The next message; b"" if the other end is closed."""
     try:
         return line.recv(MESSAGE, flags)
     except ConnectionError:
         return b""
 
 
-# The server's side
+# The server
 
 
 @dataclass
 class Child:
-    """A process of the server's; `number` is of the program that it runs now, `line` leads to one that is kept."""
+    """A forked process: `number` is the program that it runs now, `line` the connection to a kept child."""
 
     number: int | None
     line: socket.socket | None = None
 
     def take(self, message: bytes, descriptors: list[int], number: int) -> bool:
-        """Gives a free child that is kept its next program; False if it can't have it."""
+        """Sends a free kept child its next program; False if it is not free."""
         if self.number is not None or self.line is None:
             return False
         try:
@@ -207,7 +207,7 @@ class Child:
 
 @dataclass
 class Program:
-    """What a child has to run first; one that is kept hears on `line` of the next."""
+    """The first program of a child; a kept child receives the next ones on `line`."""
 
     words: list[str]
     number: int
@@ -215,15 +215,15 @@ class Program:
 
 
 def serve(control: socket.socket, imports: Sequence[str]) -> Program | None:
-    """Forks until the other end is closed. Returns once in the server, and in each child with what it has to run."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # for children: kept until they can listen
+    """Forks children until the other end is closed. Returns once in the server, and in each child with its program."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # pending in children until they can handle it
     named = [name.partition(":")[::2] for name in imports]
     modules = [importlib.import_module(module) for module, _ in named]
     threads = _threads()
     for module, (_, function) in zip(modules, named, strict=True):
         if function:
             getattr(module, function)()
-    if _has_touched_a_gpu() or _threads() > threads:  # those that torch computes with: children would wait for them
+    if _has_touched_a_gpu() or _threads() > threads:  # torch's worker threads: children would wait for them
         return None
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
@@ -239,7 +239,7 @@ def serve(control: socket.socket, imports: Sequence[str]) -> Program | None:
                 _relay(control, child)
             if woken in ready:
                 os.read(woken, 4096)
-                _tell_ends(control, children)
+                _report_ends(control, children)
             if control.fileno() not in ready:
                 continue
             message, descriptors, _, _ = socket.recv_fds(control, MESSAGE, 2)
@@ -273,24 +273,24 @@ def _threads() -> int:
 
 
 def _has_touched_a_gpu() -> bool:
-    """Whether the driver is in use: then it would not work in children."""
+    """Whether the GPU driver is in use: then it would not work in children."""
     opened = (Path(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd"))
     return any(os.path.realpath(path).startswith("/dev/nvidia") for path in opened)
 
 
 def _relay(control: socket.socket, child: Child) -> None:
-    """Passes on that a child which is kept has ended a program; it is free then, or about to end itself."""
+    """Forwards that a kept child has ended a program; it is free then, or about to end."""
     assert child.line is not None
-    told = _received(child.line)
-    if told:
+    message = _received(child.line)
+    if message:
         child.number = None
-        control.send(told)
+        control.send(message)
     else:
         child.line.close()
         child.line = None
 
 
-def _tell_ends(control: socket.socket, children: dict[int, Child]) -> None:
+def _report_ends(control: socket.socket, children: dict[int, Child]) -> None:
     while children:
         process, status = os.waitpid(-1, os.WNOHANG)
         if not process:
@@ -298,7 +298,7 @@ def _tell_ends(control: socket.socket, children: dict[int, Child]) -> None:
         child = children.pop(process, None)
         if child is None:  # an import had started it
             continue
-        if child.line is not None:  # its last word may not have been heard yet
+        if child.line is not None:  # its last message may not have been read yet
             _relay(control, child)
         if child.line is not None:
             child.line.close()
@@ -310,11 +310,11 @@ def _end(number: int, status: int) -> bytes:
     return json.dumps({"ended": number, "status": status}).encode()
 
 
-# A child's side
+# The child
 
 
 def _become_a_program(descriptors: list[int], servers: list[int]) -> None:
-    """Nothing of the server's is left, standard input, output and errors are its own."""
+    """Closes everything of the server's, and takes over its own standard input, output and error."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -334,14 +334,14 @@ def _take_over(descriptors: list[int]) -> None:
 
 
 def run_all(program: Program) -> int:
-    """Runs a program and, of a child that is kept, those that follow it; gives the status of the last."""
+    """Runs a program and, in a kept child, those that follow; returns the status of the last."""
     while True:
         status = run_python(program.words)
         sys.stdout.flush()
         sys.stderr.flush()
         if status or program.line is None:
             return status
-        _let_go()
+        _release()
         program.line.send(_end(program.number, status))
         message, descriptors, _, _ = socket.recv_fds(program.line, MESSAGE, 2)
         if not message:
@@ -351,8 +351,8 @@ def run_all(program: Program) -> int:
         program = Program(request["words"], request["start"], program.line)
 
 
-def _let_go() -> None:
-    """Between two programs: of the one that has ended neither its log nor its memory nor what it compiled is held."""
+def _release() -> None:
+    """Between two programs: releases the log, the memory and the compiled code of the one that has ended."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for place in (0, 1, 2):
         os.dup2(nothing, place)
@@ -366,7 +366,7 @@ def _let_go() -> None:
 
 
 def run_python(words: list[str]) -> int:
-    """What `python words` does, for -m and -c; its status, if that is no error of Python's."""
+    """Does what `python words` does, for -m and -c; returns the exit status, or raises the program's exception."""
     kind, program, *rest = words
     sys.argv = [kind if kind == "-c" else program, *rest]
     try:
@@ -384,14 +384,14 @@ def run_python(words: list[str]) -> int:
 def main() -> None:
     try:
         program = serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])
-    except KeyboardInterrupt:  # in a child, before it has begun
+    except KeyboardInterrupt:  # in a child, before its program starts
         raise SystemExit(130) from None
     if program is not None:
         try:
             status = run_all(program)
-        except ConnectionError:  # the server is gone
+        except ConnectionError:  # the server has ended
             status = 0
-        # As Python ends, but for a second that goes by over what was imported.
+        # Like Python's own end, without the second that it takes to unload modules.
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
         sys.stdout.flush()

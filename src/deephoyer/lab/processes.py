@@ -1,7 +1,7 @@
-"""Runs as child processes: several at once, watched, retried after another's GPU fault, ended with their parent.
+"""Runs as child processes: several in parallel, retried after another's GPU error, ended with their parent.
 
-Each is an ordinary `deephoyer run` in a folder of its own, so it can be resumed, shown and verified like any other,
-and one that fails leaves the others alone. Which runs there are is said by a `Queue`: a grid and a search are two.
+Each is an ordinary `deephoyer run` in its own folder, so it can be resumed, shown and verified like any other, and one
+that fails does not affect the others. A `Queue` provides the runs: a grid, a search or a comparison.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from deephoyer.lab.train.progress import describe
 GPU_TROUBLES = ("CUDA error", "CUDA driver error", "Triton Error [CUDA]", "cuDNN error")
 DEEPHOYER = (sys.executable, "-m", "deephoyer")
 IMPORTS = ("deephoyer.lab.cli", "deephoyer.lab.train.run", "deephoyer.lab.train.result", "torch._dynamo")
-"""What a run needs; torch imports the last of them by itself at an optimizer's first step."""
+"""The modules that a run imports; torch imports the last one at an optimizer's first step."""
 UNTIMED = "DEEPHOYER_UNTIMED"
 END_WITH_STDIN = "DEEPHOYER_END_WITH_STDIN"
 REPLACED = 1
-"""How often a server that has died is replaced."""
-TOLD_EVERY = 60.0
-"""Seconds between two lines about runs that go on, where there is no terminal to show them on."""
+"""How often a fork server that has died is replaced."""
+REPORT_EVERY = 60.0
+"""Seconds between two progress messages per run, where there is no terminal for a live table."""
 
 
 @dataclass
-class Member:
-    """One run: the overrides it adds, its folder, and how its process does."""
+class ChildRun:
+    """One run: its overrides, its folder, and the state of its process."""
 
     overrides: list[str]
     folder: Path
@@ -47,9 +47,9 @@ class Member:
     status: int | None = None
     retried: bool = False
     about: dict[str, Any] = field(default_factory=dict)
-    """What its queue wants to remember of it."""
+    """Data of its queue."""
     name: str = ""
-    """What it is called in messages; without one, by its overrides."""
+    """Its name in messages; by default its overrides."""
 
     @property
     def title(self) -> str:
@@ -60,7 +60,7 @@ class Member:
         return self.process is not None and self.status is None
 
     def line(self) -> str:
-        """What it is doing now, or how it ended."""
+        """Its progress, or how it ended."""
         if self.status is not None:
             return "done" if self.status == 0 else f"failed: {self.log_tail()}"
         if self.process is None:
@@ -81,18 +81,18 @@ class Member:
         return _last_line(self.folder / "log.txt") or f"exit status {self.status}"
 
     def failed_on_gpu(self) -> bool:
-        """Whether it failed on the GPU, for the first time: the fault may have been another process's."""
-        ended = self.status in (1, -signal.SIGABRT)  # told by Python, or by what lies under it
+        """Whether it failed on the GPU for the first time: another process may have caused it."""
+        ended = self.status in (1, -signal.SIGABRT)  # by a Python exception, or in native code
         words = _text(self.folder / "log.txt")
         return ended and not self.retried and any(trouble in words for trouble in GPU_TROUBLES)
 
     def failed_in_shared_process(self) -> bool:
-        """Whether it was an error, for the first time, in a process that may have done other runs before, or whose
-        server was killed."""
+        """Whether it failed for the first time, in a process that may have executed other runs before, or whose server
+        was killed."""
         shared = isinstance(self.process, Forked) and (self.process.kept or self.process.lost)
         return shared and not self.retried and self.status in (1, -signal.SIGABRT, -signal.SIGSEGV)
 
-    def again(self) -> Member:
+    def retry(self) -> ChildRun:
         self.process, self.status, self.retried = None, None, True
         return self
 
@@ -103,102 +103,102 @@ class Member:
 
 
 class Queue:
-    """Where members come from and where their ends are told."""
+    """Provides runs, and is notified when they end."""
 
-    def next(self) -> Member | None:
-        """The next member to start; None while there is none."""
+    def next(self) -> ChildRun | None:
+        """The next run to start; None while there is none."""
         raise NotImplementedError
 
     def open(self) -> bool:
-        """Whether `next` may still give one, now or later."""
+        """Whether `next` may still return one, now or later."""
         raise NotImplementedError
 
-    def ended(self, member: Member) -> None:
-        """It has ended, for good."""
+    def ended(self, child: ChildRun) -> None:
+        """The run has ended and will not be retried."""
 
-    def interrupted(self, member: Member) -> None:
-        """It was stopped with its parent; the same command goes on with it later."""
+    def interrupted(self, child: ChildRun) -> None:
+        """The run was stopped with its parent; the same command resumes it later."""
 
-    def tick(self, busy: Sequence[Member]) -> None:
-        """Called several times a second, with what is running or waits to be retried."""
+    def tick(self, busy: Sequence[ChildRun]) -> None:
+        """Called several times per second with the runs that are running or wait to be retried."""
 
 
-class ListedMembers(Queue):
-    """A queue of members that are all known from the start."""
+class ListQueue(Queue):
+    """A queue of runs that are all known in advance."""
 
-    def __init__(self, members: Sequence[Member]):
-        self._waiting = list(members)
+    def __init__(self, runs: Sequence[ChildRun]):
+        self._waiting = list(runs)
 
-    def next(self) -> Member | None:
+    def next(self) -> ChildRun | None:
         return self._waiting.pop(0) if self._waiting else None
 
     def open(self) -> bool:
         return bool(self._waiting)
 
 
-def conduct(
+def run_children(
     words: list[str],
     environment: dict[str, str],
     queue: Queue,
     jobs: int,
-    show: Callable[[Sequence[Member]], None] | None = None,
+    show: Callable[[Sequence[ChildRun]], None] | None = None,
     say: Callable[[str], None] = lambda text: None,
     imports: Sequence[str] = (),
     keep: bool = False,
 ) -> None:
-    """Runs what the queue gives, `jobs` at a time, as `words` + overrides + `--out FOLDER`.
+    """Executes the runs of a queue, `jobs` at a time, as `words` + overrides + `--out FOLDER`.
 
-    Where it can be, they are forked from a process that has the `imports` already (`fork_server.py`), with `keep` one
-    after another in processes that go on. What happens is said, unless it is shown; what should not happen always is.
-    Ctrl-C and SIGTERM stop the children first; they also end by themselves if this process is killed outright.
+    If possible, they are forked from a process that has already loaded `imports` (`fork_server.py`); with `keep`, these
+    processes are reused. Progress goes to `show`, or else to `say`; warnings always go to `say`. Ctrl-C and SIGTERM
+    stop the children first; they also end if this process is killed.
     """
-    busy, faulted = list[Member](), list[Member]()
-    told = time.monotonic()
-    warn, say = say, say if show is None else _nothing
+    busy, faulted = list[ChildRun](), list[ChildRun]()
+    reported = time.monotonic()
+    warn, say = say, say if show is None else _silent
     with _sigterm_raises(), Starter(words, environment, imports, keep, warn) as start:
         try:
             while queue.open() or busy or faulted:
-                while len(busy) < jobs and (member := queue.next()) is not None:
-                    busy.append(member)  # before it starts, which may take seconds: Ctrl-C then finds it here
-                    start(member)
-                    say(f"started: {member.title}")
+                while len(busy) < jobs and (child := queue.next()) is not None:
+                    busy.append(child)  # before it starts, which may take seconds: Ctrl-C must find it here
+                    start(child)
+                    say(f"started: {child.title}")
                 if faulted and not busy:
-                    # Only now: a GPU's server is in order again when the last process has left it. Alone, for one
-                    # of them may have been the cause. The queue may be open still, for what follows from them.
-                    start.let_go()
-                    busy.append(faulted.pop(0).again())
+                    # Only now: MPS recovers from a GPU error when its last client has ended. One at a time, as one
+                    # of them may be the cause. The queue may still be open, for runs that depend on these.
+                    start.close_server()
+                    busy.append(faulted.pop(0).retry())
                     start(busy[0])
-                for member in list(busy):
-                    if not _poll(member):
+                for child in list(busy):
+                    if not _poll(child):
                         continue
-                    busy.remove(member)
-                    if jobs > 1 and member.failed_on_gpu():
-                        faulted.append(member)
-                        say(f"failed on the GPU, will be retried: {member.title}")
-                    elif member.failed_in_shared_process():
-                        busy.append(member.again())
-                        start(member)
-                        say(f"failed, retried in a new process: {member.title}")
+                    busy.remove(child)
+                    if jobs > 1 and child.failed_on_gpu():
+                        faulted.append(child)
+                        say(f"failed on the GPU, will be retried: {child.title}")
+                    elif child.failed_in_shared_process():
+                        busy.append(child.retry())
+                        start(child)
+                        say(f"failed, retried in a new process: {child.title}")
                     else:
-                        queue.ended(member)
-                        say(f"{member.line()}: {member.title}")
+                        queue.ended(child)
+                        say(f"{child.line()}: {child.title}")
                 queue.tick([*busy, *faulted])
                 if show is not None:
                     show(busy)
-                elif time.monotonic() - told > TOLD_EVERY:
-                    told = time.monotonic()
-                    for member in busy:
-                        say(f"{member.title}: {member.line()}")
+                elif time.monotonic() - reported > REPORT_EVERY:
+                    reported = time.monotonic()
+                    for child in busy:
+                        say(f"{child.title}: {child.line()}")
                 time.sleep(0.2)
         except BaseException:  # Ctrl-C most of all
             _stop(busy)
-            for member in [*busy, *faulted]:
-                queue.interrupted(member)
+            for child in [*busy, *faulted]:
+                queue.interrupted(child)
             raise
 
 
 class Starter:
-    """Starts members: forked from a server where that goes, each by itself elsewhere and when it is retried."""
+    """Starts runs: forked from a server if possible; otherwise, and for a retry, as new processes."""
 
     def __init__(
         self,
@@ -217,34 +217,34 @@ class Starter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.let_go()
+        self.close_server()
 
-    def let_go(self) -> None:
-        """Processes that are kept end; what is started from now on has a new one."""
+    def close_server(self) -> None:
+        """Ends the server and its reused processes; a later run gets a new server."""
         if self.server is not None:
             self.server.close()
             self.server = None
 
-    def __call__(self, member: Member) -> Member:
-        member.log = open(folder_at(member.folder) / "log.txt", "ab" if member.retried else "wb")  # noqa: SIM115 (closed when the process ends)
-        words = [*self.words, *member.overrides, "--out", str(member.folder)]
+    def __call__(self, child: ChildRun) -> ChildRun:
+        child.log = open(folder_at(child.folder) / "log.txt", "ab" if child.retried else "wb")  # noqa: SIM115 (closed when the process ends)
+        words = [*self.words, *child.overrides, "--out", str(child.folder)]
         if self.server is not None and self.server.gone:
             self._give_up(self.server)
         forked = None
-        if fork_server.can_run(words) and not member.retried:
-            forked = self._forked(words[1:], member.log)
-        member.process = forked or subprocess.Popen(
+        if fork_server.can_run(words) and not child.retried:
+            forked = self._forked(words[1:], child.log)
+        child.process = forked or subprocess.Popen(
             words,
             env=self.environment,
-            stdin=subprocess.PIPE,  # closes when this process is gone, however that came
-            stdout=member.log,
+            stdin=subprocess.PIPE,  # closes when this process ends, for whatever reason
+            stdout=child.log,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C reaches the members through us, once, and not through the terminal as well
+            start_new_session=True,  # Ctrl-C reaches the runs through us, not also through the terminal
         )
-        return member
+        return child
 
     def _forked(self, words: list[str], log: IO[bytes]) -> Forked | None:
-        """The program, forked from a server, a new one if the last has died; None if it has to start by itself."""
+        """The program, forked from the server, or from a new one if that has died; None if no server works."""
         while self.servers_left:
             if self.server is None:
                 self.server = ForkServer(self.environment, self.imports)
@@ -256,32 +256,32 @@ class Starter:
         return None
 
     def _give_up(self, server: ForkServer) -> None:
-        """One that died after it served has a successor; one that can't serve here would fare no better again."""
+        """A server that died after it was ready is replaced; one that was never ready is not tried again."""
         self.servers_left = self.servers_left - 1 if server.served else 0
         if how := server.how_it_ended():
             then = "A new one is started" if self.servers_left else "Runs are started without it from now on"
             self.warn(f"the fork server {how}. {then}.")
-        self.let_go()
+        self.close_server()
 
 
-def _nothing(text: str) -> None:
+def _silent(text: str) -> None:
     pass
 
 
-def _poll(member: Member) -> bool:
-    """Whether its process has ended; its log is closed then."""
-    assert member.process is not None and member.log is not None
-    member.status = member.process.poll()
-    if member.status is None:
+def _poll(child: ChildRun) -> bool:
+    """Whether its process has ended; then closes its log."""
+    assert child.process is not None and child.log is not None
+    child.status = child.process.poll()
+    if child.status is None:
         return False
-    member.log.close()
-    if member.process.stdin is not None:
-        member.process.stdin.close()
+    child.log.close()
+    if child.process.stdin is not None:
+        child.process.stdin.close()
     return True
 
 
-def _stop(busy: Sequence[Member]) -> None:
-    """All are told before any is waited for: a second Ctrl-C must not leave some running."""
+def _stop(busy: Sequence[ChildRun]) -> None:
+    """Signals all before waiting for any: a second Ctrl-C must not leave some running."""
     running = [m.process for m in busy if m.process is not None and m.process.poll() is None]
     for process in running:
         process.send_signal(signal.SIGINT)
@@ -291,7 +291,7 @@ def _stop(busy: Sequence[Member]) -> None:
 
 @contextmanager
 def _sigterm_raises() -> Iterator[None]:
-    """SIGTERM ends the parent as Ctrl-C does: children stopped first. Only the main thread can listen to signals."""
+    """SIGTERM ends the parent like Ctrl-C: children are stopped first. Only the main thread can handle signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -306,21 +306,21 @@ def _sigterm_raises() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def is_member() -> bool:
-    """Whether this process is one of many that another one started."""
+def is_child_run() -> bool:
+    """Whether this process was started by `run_children`."""
     return os.environ.get(END_WITH_STDIN) == "1"
 
 
 def is_untimed() -> bool:
-    """Whether nobody asks how fast the network is in the end: beside others no time would be right."""
+    """Whether the final network is not to be timed: next to other runs, times would be wrong."""
     return os.environ.get(UNTIMED) == "1"
 
 
 def end_with_parent() -> None:
-    """In a child: when its standard input closes, the parent is gone, and this process ends as by Ctrl-C."""
-    if not is_member():
+    """In a child: when its standard input closes, the parent has ended, and this process ends as by Ctrl-C."""
+    if not is_child_run():
         return
-    # A shell that starts its commands in the background has them ignore Ctrl-C, by which members are stopped.
+    # Commands that a shell starts in the background ignore Ctrl-C (SIGINT), by which runs are stopped.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
     mine = os.fstat(0)
@@ -331,7 +331,7 @@ def end_with_parent() -> None:
                 pass
         except OSError:
             pass
-        if os.path.samestat(mine, os.fstat(0)):  # else this run is over, and its process has gone on to another
+        if os.path.samestat(mine, os.fstat(0)):  # else this run has ended, and its process executes another one
             os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=watch, daemon=True).start()

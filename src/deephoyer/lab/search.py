@@ -1,11 +1,11 @@
-"""A search for good settings, on Optuna: each trial is an ordinary run, several workers share one study.
+"""A search for good settings with Optuna: each trial is an ordinary run, several workers share one study.
 
-A worker asks the study for settings, runs them in a folder of their own, and tells what came out. Workers on one
-machine or on many meet in the study's storage: a journal file by default (on a shared disk it serves several machines),
-or any other of Optuna's by its URL, such as PostgreSQL. While a trial runs, its worker says so from time to time; a
-trial whose worker has fallen silent is taken up by another, from its last checkpoint where the folder is shared.
+A worker asks the study for settings, executes a run with them, and reports its results. Workers on one or several
+machines share the study's storage: a journal file by default (on a shared disk it serves several machines), or another
+storage of Optuna's by its URL, such as PostgreSQL. A worker writes heartbeats while its trial runs; a trial without
+them is resumed by another worker, from its last checkpoint if the folder is shared.
 
-`accuracy` is what the recipe's epochs are selected by: held-out images unless the recipe says otherwise.
+`accuracy` is measured on the images that select epochs: held-out ones unless the recipe says otherwise.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from typing import Any
 from deephoyer.errors import UserError, first_line, unknown
 from deephoyer.files import folder_at
 from deephoyer.lab import recipe as recipes
-from deephoyer.lab.processes import Member, Queue
+from deephoyer.lab.processes import ChildRun, Queue
 
 SILENT_AFTER = 120.0
-"""Seconds without a sign of life after which a trial's worker is taken for dead."""
+"""Seconds without a heartbeat after which a trial's worker is considered dead."""
 RETRIES = 3
-"""How often a trial is taken up again before it counts as failed."""
+"""How often a trial is retried before it counts as failed."""
 
 MEASURES: dict[str, Callable[[Path, dict[str, Any]], float]] = {
     "accuracy": lambda folder, summary: _selected_accuracy(folder, summary),
@@ -37,12 +37,12 @@ MEASURES: dict[str, Callable[[Path, dict[str, Any]], float]] = {
     "parameters": lambda folder, summary: _compacted(summary)["parameters"],
     "seconds": lambda folder, summary: sum(summary["seconds"].values()),
 }
-"""What can be maximized or minimized, from a finished run's folder and summary."""
+"""The objectives, computed from a finished run's folder and summary."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One key and what it may be: values, or a range on a plain or a logarithmic scale.
+    """One key and its domain: a list of values, or a range on a linear or logarithmic scale.
 
     >>> Axis.read("regularize.strength=1e-5..1e-2:log")
     Axis(key='regularize.strength', low=1e-05, high=0.01, log=True, whole=False, values=())
@@ -81,11 +81,11 @@ class Axis:
         return cls(key, low, high, log, whole)
 
     def ends(self) -> list[str]:
-        """Values to try the recipe with before anything starts."""
+        """Values to validate the recipe with before anything starts."""
         return list(self.values) or [self._text(self.low), self._text(self.high)]
 
     def suggest(self, trial: Any) -> str:
-        """The override that a trial takes."""
+        """The override for a trial."""
         if self.values:
             return f"{self.key}={trial.suggest_categorical(self.key, list(self.values))}"
         if self.whole:
@@ -93,13 +93,13 @@ class Axis:
         return f"{self.key}={self._text(trial.suggest_float(self.key, self.low, self.high, log=self.log))}"
 
     def _text(self, value: float) -> str:
-        """Four digits say it; the run's words stay readable."""
+        """Four digits are enough, and keep overrides readable."""
         return str(int(value)) if self.whole else f"{value:.4g}"
 
 
 @dataclass(frozen=True)
 class SearchGoal:
-    """A measure and whether more of it is better."""
+    """An objective and its direction."""
 
     measure: str
     maximize: bool
@@ -109,18 +109,18 @@ class SearchGoal:
 
 
 def goals(maximize: Sequence[str], minimize: Sequence[str]) -> list[SearchGoal]:
-    """What to look for, checked."""
-    made = [SearchGoal(m, True) for m in maximize] + [SearchGoal(m, False) for m in minimize]
-    for goal in made:
+    """The validated objectives."""
+    objectives = [SearchGoal(m, True) for m in maximize] + [SearchGoal(m, False) for m in minimize]
+    for goal in objectives:
         if goal.measure not in MEASURES:
             raise unknown("measure", goal.measure, MEASURES)
-    if not made or len({goal.measure for goal in made}) < len(made):
+    if not objectives or len({goal.measure for goal in objectives}) < len(objectives):
         raise UserError("give each objective once, like --maximize accuracy --minimize macs.")
-    return made
+    return objectives
 
 
 class Search(Queue):
-    """One worker's view of a study; a queue of trials for `processes.conduct`."""
+    """One worker's view of a study; a queue of trials for `processes.run_children`."""
 
     def __init__(
         self,
@@ -138,11 +138,11 @@ class Search(Queue):
             raise UserError("--vary: give at least one key, each once.")
         self.recipe, self.overrides, self.axes, self.aims = recipe, list(overrides), list(axes), list(aims)
         self.trials, self.folder, self.silent_after = trials, folder, silent_after
-        for axis in axes:  # a slip shows before anything starts
+        for axis in axes:  # mistakes show before anything starts
             for value in axis.ends():
                 self._read([f"{axis.key}={value}"])
         self.study = self._open(storage, seed)
-        self._signs = 0.0
+        self._last_heartbeat = 0.0
 
     def _read(self, chosen: Sequence[str]) -> Any:
         return recipes.read(self.recipe, [*self.overrides, *chosen])
@@ -158,7 +158,7 @@ class Search(Queue):
             place = JournalStorage(JournalFileBackend(str(folder_at(self.folder) / "study.journal")))
         elif "://" not in storage:
             raise UserError(f"--storage {storage!r}: give an address like postgresql://user@host/database.")
-        says = {
+        settings = {
             "recipe": self.recipe,
             "overrides": self.overrides,
             "vary": [repr(axis) for axis in self.axes],
@@ -175,14 +175,14 @@ class Search(Queue):
             )
         except Exception as why:  # each storage has errors of its own
             raise UserError(f"the study {self.folder.name} can't be opened: {first_line(why)}.") from None
-        found = study.user_attrs.get("search")
-        if found is None:
-            study.set_user_attr("search", says)
-        elif found != says:
-            other = next(key for key in says if found.get(key) != says[key])
+        stored = study.user_attrs.get("search")
+        if stored is None:
+            study.set_user_attr("search", settings)
+        elif stored != settings:
+            other = next(key for key in settings if stored.get(key) != settings[key])
             raise UserError(
-                f"{self.folder}: contains a different search: its {other} is {found.get(other)}, now {says[other]}. "
-                "Choose another folder with --out."
+                f"{self.folder}: contains another search: its {other} is {stored.get(other)}, now {settings[other]}."
+                " Choose another folder with --out."
             )
         return study
 
@@ -191,8 +191,8 @@ class Search(Queue):
 
     # The queue
 
-    def next(self) -> Member | None:
-        self._take_up_silent()
+    def next(self) -> ChildRun | None:
+        self._requeue_silent()
         if not self._room():
             return None
         trial = self.study.ask()
@@ -202,35 +202,35 @@ class Search(Queue):
         chosen = [axis.suggest(trial) for axis in self.axes]
         trial.set_user_attr("overrides", chosen)
         trial.set_user_attr("worker", f"{socket.gethostname()}:{os.getpid()}")
-        self._sign(trial.number)
+        self._heartbeat(trial.number)
         folder = self.folder / recipes.folder_name(self.recipe, [*self.overrides, *chosen])
-        return Member(chosen, folder, about={"trial": trial.number})
+        return ChildRun(chosen, folder, about={"trial": trial.number})
 
     def open(self) -> bool:
-        """Whether this worker has, or may yet get, something to do: others' trials may fall to it."""
+        """Whether this worker has, or may still get, a trial: those of dead workers are resumed by it."""
         return any(trial.state.name in ("RUNNING", "WAITING") for trial in self._all()) or self._room()
 
-    def ended(self, member: Member) -> None:
+    def ended(self, child: ChildRun) -> None:
         import optuna
 
-        number = member.about["trial"]
-        summary = member.result()
+        number = child.about["trial"]
+        summary = child.result()
         if summary is None:
-            self._note(number, "why", member.log_tail())
+            self._note(number, "why", child.log_tail())
             self.study.tell(number, state=optuna.trial.TrialState.FAIL, skip_if_finished=True)
             return
-        values = [float(MEASURES[aim.measure](member.folder, summary)) for aim in self.aims]
+        values = [float(MEASURES[aim.measure](child.folder, summary)) for aim in self.aims]
         self.study.tell(number, values, skip_if_finished=True)
 
-    def interrupted(self, member: Member) -> None:
-        self._requeue(member.about["trial"])
+    def interrupted(self, child: ChildRun) -> None:
+        self._requeue(child.about["trial"])
 
-    def tick(self, busy: Sequence[Member]) -> None:
-        """Says that the trials of this worker are alive."""
-        if time.monotonic() - self._signs > min(20.0, self.silent_after / 4):
-            self._signs = time.monotonic()
-            for member in busy:
-                self._sign(member.about["trial"])
+    def tick(self, busy: Sequence[ChildRun]) -> None:
+        """Writes the heartbeats of this worker's trials."""
+        if time.monotonic() - self._last_heartbeat > min(20.0, self.silent_after / 4):
+            self._last_heartbeat = time.monotonic()
+            for child in busy:
+                self._heartbeat(child.about["trial"])
 
     # Trials
 
@@ -238,7 +238,7 @@ class Search(Queue):
         return list(self.study.get_trials(deepcopy=False))
 
     def _counted(self) -> list[Any]:
-        """Trials that count towards the number asked for: those given up for another are counted with that one."""
+        """Trials that count towards the requested number: a retried trial counts once."""
         return [t for t in self._all() if "given_up" not in t.user_attrs]
 
     def _room(self) -> bool:
@@ -246,16 +246,16 @@ class Search(Queue):
         return len(counted) < self.trials or any(t.state.name == "WAITING" for t in counted)
 
     def _note(self, number: int, key: str, value: Any) -> None:
-        """Optuna lets only the trial's own handle write; this makes one for a trial of any worker."""
+        """Sets an attribute of any worker's trial; Optuna needs a handle of the trial for that."""
         import optuna
 
         number_in_storage = next(t._trial_id for t in self._all() if t.number == number)
         optuna.trial.Trial(self.study, number_in_storage).set_user_attr(key, value)
 
-    def _sign(self, number: int) -> None:
+    def _heartbeat(self, number: int) -> None:
         self._note(number, "alive", time.time())
 
-    def _take_up_silent(self) -> None:
+    def _requeue_silent(self) -> None:
         for trial in self._all():
             if trial.state.name == "RUNNING":
                 began = trial.datetime_start.timestamp() if trial.datetime_start else 0.0
@@ -263,7 +263,7 @@ class Search(Queue):
                     self._requeue(trial.number)
 
     def _requeue(self, number: int) -> None:
-        """Ends the trial and puts its settings back; of several workers that try, one succeeds."""
+        """Ends the trial and queues its settings again; if several workers try, one succeeds."""
         trial = next(t for t in self._all() if t.number == number)
         tries = trial.user_attrs.get("tries", 1)
         if not self._close(number, "retried" if tries <= RETRIES else None):
@@ -283,11 +283,10 @@ class Search(Queue):
             return False
         return True
 
-    # What came out
+    # Results
 
     def rows(self) -> list[tuple[list[str], list[float], bool]]:
-        """Finished trials with their values, and whether no other is better in everything; the best of the first
-        goal on top."""
+        """Finished trials with their values, and whether they are Pareto-optimal; sorted by the first objective."""
         best = {t.number for t in self.study.best_trials} if self.done() else set()
         finished = [t for t in self._all() if t.state.name == "COMPLETE"]
         finished.sort(key=lambda t: (-1 if self.aims[0].maximize else 1) * t.values[0])

@@ -1,4 +1,4 @@
-"""The commands for many runs: sweep and search. `cli.py` hooks them in; the work is in `sweep.py` and `search.py`."""
+"""The commands sweep and search. `cli.py` adds them to the program; the work is done in `sweep.py` and `search.py`."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def sweep(
     from deephoyer.lab import sweep as sweeps
 
     changes = overrides or []
-    team = sweeps.members(recipe, changes, grid or [], folder)
+    runs = sweeps.grid_runs(recipe, changes, grid or [], folder)
     with told_when_interrupted(), live_table() as live:
-        sweeps.run_all(recipe, changes, team, jobs or sweeps.default_jobs(), live, mps=mps, say=say)
-    out.print(sweeps.result_table(team))
-    failed = [m for m in team if m.status != 0]
+        sweeps.run_all(recipe, changes, runs, jobs or sweeps.default_jobs(), live, mps=mps, say=say)
+    out.print(sweeps.result_table(runs))
+    failed = [m for m in runs if m.status != 0]
     if failed:
-        say(f"{len(failed)} of {len(team)} runs failed; the first: {failed[0].folder / 'log.txt'}")
+        say(f"{len(failed)} of {len(runs)} runs failed; the first: {failed[0].folder / 'log.txt'}")
         raise typer.Exit(1)
 
 

@@ -1,5 +1,7 @@
-"""A grid of overrides: every combination is a run, several at once, a table at the end. The runs' processes are in
-`processes.py`; choosing settings by what came out before is `search.py`."""
+"""Runs for every combination of a grid of overrides, several in parallel, with a table at the end.
+
+The processes are in `processes.py`; settings that depend on earlier results are in `search.py`.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,13 @@ from rich.table import Table
 from deephoyer.errors import UserError
 from deephoyer.lab import recipe as recipes
 from deephoyer.lab.choices import named
-from deephoyer.lab.processes import DEEPHOYER, IMPORTS, UNTIMED, ListedMembers, Member, Queue, conduct
+from deephoyer.lab.processes import DEEPHOYER, IMPORTS, UNTIMED, ChildRun, ListQueue, Queue, run_children
 
 
-def members(recipe: str, overrides: Sequence[str], grid: Iterable[str], folder: Path) -> list[Member]:
+def grid_runs(recipe: str, overrides: Sequence[str], grid: Iterable[str], folder: Path) -> list[ChildRun]:
     """Every combination of the grid's values, each checked before anything starts.
 
-    >>> [m.title for m in members("demo", [], ["seed=0,1"], Path("runs"))]
+    >>> [run.title for run in grid_runs("demo", [], ["seed=0,1"], Path("runs"))]
     ['seed=0', 'seed=1']
     """
     axes = []
@@ -30,20 +32,20 @@ def members(recipe: str, overrides: Sequence[str], grid: Iterable[str], folder: 
         if not equals or not key or not values:
             raise UserError(f"--grid {axis!r}: write key=value,value,… like regularize.strength=1e-4,2e-4.")
         axes.append([f"{key}={value}" for value in values.split(",")])
-    made = []
+    runs = []
     for chosen in itertools.product(*axes):
         every = [*overrides, *chosen]
         recipes.read(recipe, every)
-        made.append(Member(list(chosen), folder / recipes.folder_name(recipe, every)))
-    if len({m.folder for m in made}) < len(made):
+        runs.append(ChildRun(list(chosen), folder / recipes.folder_name(recipe, every)))
+    if len({run.folder for run in runs}) < len(runs):
         raise UserError("--grid: a value is given twice.")
-    return made
+    return runs
 
 
 def run_all(
     recipe: str,
     overrides: Sequence[str],
-    team: Sequence[Member],
+    runs: Sequence[ChildRun],
     jobs: int,
     live: Live | None,
     *,
@@ -51,10 +53,10 @@ def run_all(
     say: Callable[[str], None] = print,
     program: Sequence[str] = DEEPHOYER,
 ) -> None:
-    """Runs the members, `jobs` at a time. Without `mps`, members on one GPU take turns."""
-    devices = [recipes.read(recipe, [*overrides, *m.overrides]).device for m in team]
-    show = None if live is None else lambda _: live.update(progress_table(team))
-    run_queue([recipe, *overrides], ListedMembers(team), jobs, devices, show=show, mps=mps, say=say, program=program)
+    """Executes runs, `jobs` at a time. Without `mps`, those on one GPU take turns."""
+    devices = [recipes.read(recipe, [*overrides, *run.overrides]).device for run in runs]
+    show = None if live is None else lambda _: live.update(progress_table(runs))
+    run_queue([recipe, *overrides], ListQueue(runs), jobs, devices, show=show, mps=mps, say=say, program=program)
 
 
 def run_queue(
@@ -63,31 +65,33 @@ def run_queue(
     jobs: int,
     devices: list[str],
     *,
-    show: Callable[[Sequence[Member]], None] | None = None,
+    show: Callable[[Sequence[ChildRun]], None] | None = None,
     mps: bool = True,
     say: Callable[[str], None] = print,
     program: Sequence[str] = DEEPHOYER,
     timed: bool = True,
 ) -> None:
-    """Conducts a queue of runs that all begin with these words; several on one GPU share it. Unless they are to be
-    `timed`, runs leave out the seconds in which the final network's speed is measured, and follow each other in
-    processes that go on, which spares each the second in which a GPU is begun with."""
+    """Executes a queue of runs that share a recipe and overrides (`words`); several on one GPU share it.
+
+    Unless `timed`, runs do not measure the speed of the final network, and reuse processes, which saves the second that
+    initializing a GPU takes.
+    """
     from deephoyer.lab.runs.environment import usable_cores
     from deephoyer.lab.train import gpu_sharing
 
     with ExitStack() as shared:
         environment = dict(os.environ) | ({} if timed else {UNTIMED: "1"})
-        crowd = gpu_sharing.crowd(devices, jobs)
-        if crowd > 1:
-            environment |= gpu_sharing.quiet_threads()
-            environment |= shared.enter_context(gpu_sharing.mps(say, crowd)) if mps else {}
+        sharing = gpu_sharing.runs_per_gpu(devices, jobs)
+        if sharing > 1:
+            environment |= gpu_sharing.one_thread()
+            environment |= shared.enter_context(gpu_sharing.mps(say, sharing)) if mps else {}
         elif jobs > 1:
             environment.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // jobs)))
-        conduct([*program, "run", *words], environment, queue, jobs, show, say, _imports(words), not timed)
+        run_children([*program, "run", *words], environment, queue, jobs, show, say, _imports(words), not timed)
 
 
 def _imports(words: Sequence[str]) -> tuple[str, ...]:
-    """What runs that begin with these words share: modules, and images that would take each two seconds to unpack."""
+    """What the fork server loads for all runs: modules, and images that would take each run two seconds to unpack."""
     if not words:
         return IMPORTS
     data, _ = named(recipes.read(words[0], words[1:]).data)
@@ -95,7 +99,7 @@ def _imports(words: Sequence[str]) -> tuple[str, ...]:
 
 
 def default_jobs() -> int:
-    """Small networks leave most of a GPU idle; on CPUs two trainings at once only get in each other's way."""
+    """Small networks leave most of a GPU idle, so several run at once there; on CPUs one at a time is faster."""
     import torch
 
     from deephoyer.lab.runs.environment import usable_cores
@@ -103,15 +107,15 @@ def default_jobs() -> int:
     return max(1, min(16, usable_cores() // 2)) if torch.cuda.is_available() else 1
 
 
-def progress_table(team: Sequence[Member]) -> Table:
+def progress_table(runs: Sequence[ChildRun]) -> Table:
     table = Table(box=None, show_header=False, padding=(0, 1))
-    for member in team:
-        table.add_row(member.title, member.line())
+    for run in runs:
+        table.add_row(run.title, run.line())
     return table
 
 
-def result_table(team: Sequence[Member]) -> Table:
-    """What came out, one row per member."""
+def result_table(runs: Sequence[ChildRun]) -> Table:
+    """Sizes and accuracies, one row per run."""
     table = Table(title="sweep", title_justify="left")
     for title in (
         "",
@@ -123,14 +127,14 @@ def result_table(team: Sequence[Member]) -> Table:
         "accuracy after",
     ):
         table.add_column(title, justify="left" if not title else "right")
-    for member in team:
-        record = member.result()
+    for run in runs:
+        record = run.result()
         if record is None:
-            table.add_row(member.title, member.line(), "", "", "", "", "")
+            table.add_row(run.title, run.line(), "", "", "", "", "")
             continue
         total, accuracy = record["sparse"]["total"], record["accuracy"]
         table.add_row(
-            member.title,
+            run.title,
             f"{total['nonzeros']:,}",
             f"{total['nonzeros'] / total['weights']:.2%}",
             record["sparse"]["layer_widths"] or "",

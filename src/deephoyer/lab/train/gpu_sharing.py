@@ -1,4 +1,4 @@
-"""Several processes on one GPU: they take turns unless NVIDIA's MPS, which lets them run side by side, is there.
+"""Several processes on one GPU: with NVIDIA's MPS they run concurrently, without it they take turns.
 
 Where `nvidia-cuda-mps-control` is installed and none runs yet, a sweep starts a private one for its time. It is never
 needed: whatever goes wrong with it, the sweep goes on without.
@@ -20,25 +20,25 @@ import torch
 
 CONTROL = "nvidia-cuda-mps-control"
 BESIDE_THE_DRIVER = "/usr/local/nvidia/bin"
-"""Where containers have the driver's programs, often without it being on the PATH."""
+"""The folder of the driver's programs in containers, which is often not on the PATH."""
 PART = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 
 
-def crowd(devices: list[str], jobs: int) -> int:
-    """Of runs on these devices, how many at once may be on the same GPU."""
+def runs_per_gpu(devices: list[str], jobs: int) -> int:
+    """The largest number of parallel runs on one GPU."""
     if not torch.cuda.is_available():
         return 0
     places = Counter("cuda:0" if d in ("auto", "cuda") else d for d in devices)
     return min(jobs, max((n for place, n in places.items() if place.startswith("cuda")), default=0))
 
 
-def quiet_threads() -> dict[str, str]:
-    """For processes whose work is on a GPU: threads of many of them would only be in each other's way."""
+def one_thread() -> dict[str, str]:
+    """One CPU thread for processes that work on a GPU: the threads of many processes would compete."""
     return {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": "1"}
 
 
 def part(processes: int) -> dict[str, str]:
-    """How much of the GPU each of several processes may fill: each unit is offered to two of them.
+    """The share of the GPU that each of several processes may use: each multiprocessor is available to two of them.
 
     A process that may fill it all makes the others wait for its largest kernels; one that may only have its fair
     share leaves units idle between its own. A user's setting stays.
@@ -51,12 +51,11 @@ def part(processes: int) -> dict[str, str]:
 
 @contextmanager
 def mps(say: Callable[[str], None], processes: int) -> Iterator[dict[str, str]]:
-    """What the environment of so many processes needs to share a GPU through MPS, for as long as this lasts; {}
-    without it."""
+    """The environment variables with which processes share a GPU through MPS, within this context; {} without MPS."""
     if _control() is None:
         yield {}
         return
-    if _asked("get_server_list", os.environ) is not None:
+    if _command("get_server_list", os.environ) is not None:
         yield part(processes)  # one runs already, and is found without our help
         return
     folder = tempfile.mkdtemp(prefix="mps-")  # a short path: sockets have no room for more
@@ -68,7 +67,7 @@ def mps(say: Callable[[str], None], processes: int) -> Iterator[dict[str, str]]:
             say(f"NVIDIA's MPS did not start ({trouble}); the runs take turns on the GPU.")
         yield {} if trouble else added | part(processes)
     finally:
-        _asked("quit", environment)
+        _command("quit", environment)
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -77,17 +76,17 @@ def _control() -> str | None:
 
 
 def _start(environment: Mapping[str, str]) -> str | None:
-    """Starts it and lets a process try it; says what went wrong."""
-    status = _silently([_control() or CONTROL, "-d"], environment)
+    """Starts MPS and tests it with a process; returns what went wrong, or None."""
+    status = _exit_status([_control() or CONTROL, "-d"], environment)
     if status:
         return f"exit status {status}"
-    if _silently([sys.executable, "-c", _CLIENT], environment):
+    if _exit_status([sys.executable, "-c", _CLIENT], environment):
         return "a process can't use it"
     return None
 
 
-def _silently(words: list[str], environment: Mapping[str, str]) -> int:
-    """Its exit status. Not through pipes: a program that stays behind would keep them open."""
+def _exit_status(words: list[str], environment: Mapping[str, str]) -> int:
+    """The exit status of a command. Without pipes, which a daemon would keep open."""
     none = subprocess.DEVNULL
     try:
         return subprocess.run(words, env=environment, timeout=60, stdin=none, stdout=none, stderr=none).returncode
@@ -109,8 +108,8 @@ sys.exit(error != 0)
 """
 
 
-def _asked(command: str, environment: Mapping[str, str]) -> str | None:
-    """What the running MPS answers; None if there is none to answer."""
+def _command(command: str, environment: Mapping[str, str]) -> str | None:
+    """The answer of a running MPS to a command; None if none is running."""
     try:
         done = subprocess.run(
             [_control() or CONTROL], input=command + "\n", env=environment, timeout=30, capture_output=True, text=True
