@@ -141,5 +141,5 @@ class Strange:
 
 def test_a_torch_file_that_wants_to_run_something_is_not_opened(tmp_path):
     torch.save({"model": Strange()}, tmp_path / "strange.pt")
-    with pytest.raises(ValueError, match="holds more than tensors, and is not opened"):
+    with pytest.raises(ValueError, match="contains more than tensors and is not opened"):
         checkpoint.fill(models.make("lenet-5"), tmp_path / "strange.pt", "start")

@@ -135,7 +135,7 @@ def test_a_network_trained_by_a_method_serves_runs_that_start_from_it(command, t
 
 def test_a_method_that_cuts_in_steps_needs_a_target(tmp_path):
     made = tiny("iterative-magnitude", "prune={rule: density, value: 0.1}")
-    with pytest.raises(dh.UserError, match="cuts in steps towards a target"):
+    with pytest.raises(dh.UserError, match="prunes in steps towards a target"):
         Run(made, tmp_path).execute()
 
 

@@ -455,7 +455,7 @@ def test_every_method_trains_a_network_that_is_plain_afterwards(name):
 
 def test_a_method_that_must_know_the_size_says_so():
     stage, _ = stage_of(net(), keep=None)
-    with pytest.raises(dh.UserError, match="method admm: must know while it trains how much may stay"):
+    with pytest.raises(dh.UserError, match="method admm: needs the final size while it trains"):
         ADMM().begin(stage)
 
 
