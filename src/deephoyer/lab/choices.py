@@ -23,7 +23,7 @@ Choices = Choice | tuple[Choice, ...]
 
 
 def named(choice: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The name, and the settings beside it.
+    """The name, and the settings.
 
     >>> named({"name": "transformed-l1", "a": 2.0})
     ('transformed-l1', {'a': 2.0})
@@ -36,7 +36,7 @@ def named(choice: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def plain(choice: Any) -> Any:
-    """A mapping that holds nothing but a name as that name."""
+    """A mapping with only a name is replaced by the name."""
     return choice["name"] if isinstance(choice, dict) and set(choice) == {"name"} else choice
 
 
@@ -52,7 +52,7 @@ def several(choices: Choices) -> list[Choice]:
 
 
 def what_data(choice: Choice) -> Choice:
-    """A choice of data without what is this machine's alone: where it lies, how many workers read it.
+    """A choice of data without settings of this machine: its path and the number of workers.
 
     >>> what_data({"name": "folder", "path": "/disk/flowers", "size": 224})
     {'name': 'folder', 'size': 224}
@@ -63,13 +63,13 @@ def what_data(choice: Choice) -> Choice:
     return kept
 
 
-def _asked(place: str, ask: Callable[[Any, Any], object]) -> AfterValidator:
-    """Checks a choice by asking what lies at `module:name`."""
+def _checked_by(place: str, check: Callable[[Any, Any], object]) -> AfterValidator:
+    """Validates a choice with the registry or function at `module:name`."""
 
     def checked(choice: Any) -> Any:
         module, _, name = place.partition(":")
         if choice is not None:
-            ask(getattr(import_module(f"deephoyer.{module}"), name), choice)
+            check(getattr(import_module(f"deephoyer.{module}"), name), choice)
         return plain(choice)
 
     return AfterValidator(checked)
@@ -80,12 +80,12 @@ def _makes(registry: Any, choice: Choice) -> None:
 
 
 def _has(registry: Any, choice: Choice) -> None:
-    """Its settings are left to who makes it."""
+    """Checks only the name; settings are checked when it is made."""
     registry[named(choice)[0]]
 
 
 def _groups(registry: Any, choices: Choices) -> None:
-    """A grouping that needs the network's graph gets that from the run."""
+    """A grouping that needs the network's graph can't be made yet: only the names of its settings are checked."""
     for choice in several(choices):
         name, settings = named(choice)
         if not getattr(registry[name], "needs_graph", False):
@@ -97,10 +97,10 @@ def _groups(registry: Any, choices: Choices) -> None:
                 raise UserError(f"group {name!r} has no setting {key!r}; its settings: {taken or 'none'}.")
 
 
-ModelChoice = Annotated[Choice, _asked("lab.models:maker", lambda maker, choice: maker(named(choice)[0]))]
-DataChoice = Annotated[Choice, _asked("lab.data:DATASETS", _has)]
-PenaltyChoice = Annotated[Choice, _asked("penalties:PENALTIES", _makes)]
-GroupsChoice = Annotated[Choices, _asked("groups:GROUPINGS", _groups)]
-RuleChoice = Annotated[Choice, _asked("rules:RULES", _has)]
-ScoreChoice = Annotated[Choice | None, _asked("scores:SCORES", _makes)]
-MethodChoice = Annotated[Choice | None, _asked("lab.methods:METHODS", _makes)]
+ModelChoice = Annotated[Choice, _checked_by("lab.models:maker", lambda maker, choice: maker(named(choice)[0]))]
+DataChoice = Annotated[Choice, _checked_by("lab.data:DATASETS", _has)]
+PenaltyChoice = Annotated[Choice, _checked_by("penalties:PENALTIES", _makes)]
+GroupsChoice = Annotated[Choices, _checked_by("groups:GROUPINGS", _groups)]
+RuleChoice = Annotated[Choice, _checked_by("rules:RULES", _has)]
+ScoreChoice = Annotated[Choice | None, _checked_by("scores:SCORES", _makes)]
+MethodChoice = Annotated[Choice | None, _checked_by("lab.methods:METHODS", _makes)]

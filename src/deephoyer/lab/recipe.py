@@ -83,13 +83,13 @@ def _path(name: str) -> Path:
 
 @cache
 def renamed() -> dict[str, dict[str, str]]:
-    """Words of earlier versions, each with what to write now: `recipes` and `keys`."""
+    """Names of earlier versions and their new names: `recipes` and `keys`."""
     content: dict[str, dict[str, str]] = bounded_yaml.load((FOLDER / "renamed.yml").read_text(encoding="utf-8"))
     return content
 
 
 def folder_name(base: str, overrides: Iterable[str] = ()) -> str:
-    """A folder for the runs of a recipe: another identity or seed, another folder.
+    """The name of a run's folder, by the recipe's digest and seed.
 
     >>> folder_name("demo", ["seed=1"])
     'demo-s1'
@@ -125,7 +125,7 @@ def read(name: str, overrides: Iterable[str] = ()) -> Recipe:
 
 
 def parse(text: str, name: str) -> Recipe:
-    """A recipe from YAML text that says it all, as in a run's folder; `name` is for the errors."""
+    """A recipe from complete YAML text, as in a run's folder; `name` is for error messages."""
     return _checked(_content(text, name), name)
 
 
@@ -142,7 +142,7 @@ def choices(words: Iterable[str]) -> dict[str, Any]:
 
 
 def describe(name: str) -> dict[str, Any]:
-    """What one of our recipes says to a person: about, needs, expect; nothing is checked."""
+    """The description of one of our recipes: about, needs, expect; not validated."""
     content = _content(text_of(name), name)
     return {key: content.get(key) for key in DESCRIPTIVE}
 
@@ -153,7 +153,7 @@ def _content(text: str, name: str) -> dict[str, Any]:
 
 @lru_cache(64)
 def _parsed(text: str, name: str) -> dict[str, Any]:
-    """Lists of hundreds of runs read the same few texts thousands of times."""
+    """Cached: lists of hundreds of runs read the same few texts thousands of times."""
     try:
         content = bounded_yaml.load(text)
     except yaml.YAMLError as why:
@@ -186,7 +186,7 @@ def _extended(name: str, before: tuple[str, ...] = ()) -> dict[str, Any]:
 
 
 def _merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`over` on top of `under`: null takes a key away, stages merge key by key, all else is replaced."""
+    """`over` on top of `under`: null removes a key, stages merge key by key, all else is replaced."""
     made = dict(under)
     for key, value in over.items():
         if value is None:
@@ -208,11 +208,11 @@ def _checked(content: dict[str, Any], name: str) -> Recipe:
 
 
 NAMED = ("model", "data", "penalty", "rule")
-"""What is chosen by a name, and may have settings beside it."""
+"""Keys whose value is a name, possibly with settings."""
 
 
 def _set(content: dict[str, Any], override: str) -> None:
-    """Puts `key=value` into a recipe's content; null takes the key away."""
+    """Puts `key=value` into a recipe's content; null removes the key."""
     key, equals, value = override.partition("=")
     if not equals or not key:
         raise UserError(f"{override!r} is not an override; write key=value, like regularize.strength=3e-4.")
@@ -236,7 +236,7 @@ def _set(content: dict[str, Any], override: str) -> None:
 
 
 def _unknown_key(key: str) -> str:
-    """What is said of a key that no recipe has, and which one may have been meant, wherever it is nested."""
+    """The error for an unknown key, with the most similar one, wherever it is nested."""
     if key in renamed()["keys"]:
         return f"{key!r} is no longer a recipe key: use {renamed()['keys'][key]}."
     outer, _, last = key.rpartition(".")
@@ -257,7 +257,7 @@ def _within(outer: str, keys: Iterable[str]) -> list[str]:
 
 
 def _explain(name: str, why: ValidationError) -> str:
-    """The first trouble in one or two lines, with the place."""
+    """The first error in one or two lines, with its place."""
     # A slip in a key makes another one missing; the slip is the cause.
     # Of what has several forms, the one that was meant says most.
     first = min(why.errors(), key=lambda e: (e["type"] != "extra_forbidden", "error" not in e.get("ctx", {})))

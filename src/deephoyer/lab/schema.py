@@ -1,4 +1,4 @@
-"""What may stand in a recipe: a model, its data, and the stages that a run goes through.
+"""The keys of a recipe: a model, its data, and the stages of a run.
 
 Nothing is built or trained here. The stages' own keys are in `stages.py`, what is chosen by a name in `choices.py`;
 reading recipes from files is in `recipe.py`.
@@ -29,11 +29,11 @@ TITLES = {
 }
 """What the network is called after each stage; its file in the run's folder bears that name."""
 DESCRIPTIVE = ("about", "needs", "expect")
-"""Keys that say something to a person and change nothing in a run."""
+"""Keys that only describe a recipe and do not affect a run."""
 
 
 def is_file(words: str) -> bool:
-    """Whether a network is named by its file, and not by the words of the run that makes it."""
+    """Whether a network is given as a file, not as the run that makes it."""
     return words.endswith((".safetensors", ".pt", ".pth"))
 
 
@@ -188,13 +188,13 @@ class Recipe(Part):
         return self
 
     def stages(self) -> tuple[str, ...]:
-        """What the run goes through, in order; "start" where it begins with another network."""
+        """The stages of the run, in order; "start" first if it starts from another network."""
         present = tuple(stage for stage in STAGES if getattr(self, stage) is not None)
         return ("start", *present) if self.start is not None else present
 
     @property
     def epochs(self) -> int:
-        """All that a run trains, rounds counted."""
+        """The epochs of all stages and rounds."""
         each = {stage: getattr(getattr(self, stage), "epochs", 0) for stage in STAGES}
         return sum(each.values()) + (self.rounds - 1) * each["regularize"]
 
@@ -210,17 +210,17 @@ class Recipe(Part):
         return [("start", one) for one in start] + [("distill.teachers", one) for one in teachers]
 
     def settings(self) -> dict[str, Any]:
-        """What a run does, as JSON has it: without seed, device, words to a person, and keys at their default."""
+        """The settings that determine a run, as JSON: without seed, device, description, and keys at their default."""
         content = self.model_dump(mode="json", exclude_defaults=True, exclude={"seed", "device", *DESCRIPTIVE})
         content["data"] = what_data(content["data"])
         return dict(_whole(content))
 
     def anywhere(self) -> Recipe:
-        """The same without what is this machine's alone, as others get to see it."""
+        """The same without settings of this machine, for publication."""
         return self.model_copy(update={"data": what_data(self.data)})
 
     def digest(self) -> str:
-        """The recipe's identity: the same for runs that differ by seed or device alone, whatever it is called."""
+        """The recipe's identity: the same for runs that differ only by seed or device, whatever its name."""
         text = json.dumps(self.settings(), sort_keys=True, ensure_ascii=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -229,7 +229,7 @@ class Recipe(Part):
 
 
 def _whole(value: Any) -> Any:
-    """1.0 as 1, everywhere: they are the same setting."""
+    """1.0 as 1, everywhere, as they are the same setting."""
     if isinstance(value, dict):
         return {key: _whole(inner) for key, inner in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""ADMM pruning: training is pulled towards the nearest network that is as sparse as it shall be.
+"""ADMM pruning: training is pulled towards the nearest network of the target sparsity.
 
 Zhang, Ye, Zhang, Tang, Wen, Fardad, Wang: A systematic DNN weight pruning framework using alternating direction method
 of multipliers; ECCV 2018.
@@ -62,7 +62,7 @@ class ADMM(Method):
 
 @torch.no_grad()
 def projected(units: list[Unit], values: dict[str, Tensor], rule: Density) -> dict[str, Tensor]:
-    """The nearest values of which only as many groups are not zero as the rule keeps."""
+    """The projection onto the weights with as many nonzero groups as the rule keeps."""
     by_name = {n: t for unit in units for n, t in zip(unit.names, unit.tensors, strict=True)}
     before = {name: tensor.clone() for name, tensor in by_name.items()}
     for name, tensor in by_name.items():

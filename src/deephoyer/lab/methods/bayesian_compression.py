@@ -1,4 +1,4 @@
-"""Bayesian compression: neurons and filters have a random scale under a prior that favours none, and noisy ones go.
+"""Bayesian compression: neurons and filters have a random scale under a sparsity prior; noisy ones are pruned.
 
 Louizos, Ullrich, Welling: Bayesian compression for deep learning; NeurIPS 2017. Group normal-Jeffreys (BC-GNJ) and
 group horseshoe (BC-GHS). As there, a scale belongs to an input of a linear layer and to a filter of a convolution.
@@ -19,10 +19,10 @@ from deephoyer.scores import Score
 
 
 class _BayesianCompression(NoisyLayers):
-    """What both priors share: scales z on groups, weights N(μ, σ²) under a standard normal prior."""
+    """The common part of both priors: scales z on groups, weights N(μ, σ²) under a standard normal prior."""
 
     def scale(self, name: str) -> Tensor:
-        """A draw of a layer's scales, one a group."""
+        """A sample of a layer's scales, one per group."""
         raise NotImplementedError
 
     def settled(self, name: str) -> Tensor:
@@ -30,7 +30,7 @@ class _BayesianCompression(NoisyLayers):
         raise NotImplementedError
 
     def worth(self, name: str) -> Tensor:
-        """What each group is worth."""
+        """The score of each group."""
         raise NotImplementedError
 
     def scales_divergence(self) -> Tensor:
@@ -79,7 +79,7 @@ class _BayesianCompression(NoisyLayers):
 
 
 class GroupNormalJeffreys(_BayesianCompression):
-    """normal scales under a log-uniform prior; a group is worth μ²/σ² of its scale (BC-GNJ, Louizos et al. 2017)
+    """normal scales under a log-uniform prior; groups are scored by μ²/σ² of their scale (BC-GNJ, Louizos et al. 2017)
 
     `strength` and `warmup` as of sparse-vd; the paper's thresholds on log α = −log(μ²/σ²) are its own for each layer.
     """
@@ -174,7 +174,7 @@ def groups_of(layer: nn.Module) -> int:
 
 
 def laid(layer: nn.Module, z: Tensor) -> Tensor:
-    """One number a group, over a layer's weight."""
+    """One number per group, expanded over a layer's weight."""
     return z if isinstance(layer, nn.Linear) else z.view(-1, *(1 for _ in weight_of(layer).shape[1:]))
 
 

@@ -1,4 +1,4 @@
-"""FPGM: soft pruning of the filters nearest to the geometric median of their layer, which the others can stand in for.
+"""FPGM: soft pruning of the filters nearest to the geometric median of their layer, which the others can replace.
 
 He, Liu, Wang, Hu, Yang: Filter pruning via geometric median for deep convolutional neural networks acceleration; CVPR
 2019.

@@ -1,4 +1,4 @@
-"""Iterative magnitude pruning: train, cut a little, train again, until the size is reached.
+"""Iterative magnitude pruning: train, prune a little, train again, until the size is reached.
 
 Han, Pool, Tran, Dally: Learning both weights and connections for efficient neural networks; NeurIPS 2015.
 """
@@ -11,7 +11,7 @@ from deephoyer.scores import Magnitude, Score
 
 
 class IterativeMagnitude(Method):
-    """cuts the smallest weights in several steps with training in between (Han et al. 2015)
+    """prunes the smallest weights in several steps with training in between (Han et al. 2015)
 
     After each of `steps` equal parts of the stage the network is cut by the same factor; the last cut is the prune
     stage's.
@@ -38,7 +38,7 @@ class IterativeMagnitude(Method):
 
 
 def cuts_by(epoch: int, epochs: int, steps: int) -> int:
-    """How many cuts have been made when an epoch starts.
+    """The number of pruning steps done when an epoch starts.
 
     >>> [cuts_by(epoch, 10, 5) for epoch in range(10)]
     [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]

@@ -1,4 +1,4 @@
-"""l0 regularization: each group has a gate that is exactly 0 or 1 by chance, and the loss counts the open ones.
+"""l0 regularization: each group has a random gate that is often exactly 0 or 1, and the loss counts the open ones.
 
 Louizos, Welling, Kingma: Learning sparse neural networks through l0 regularization; ICLR 2018.
 """

@@ -1,4 +1,4 @@
-"""Filters with a small l1 norm go at once, and the rest is finetuned.
+"""Filters with a small l1 norm are pruned at once, and the rest is finetuned.
 
 Li, Kadav, Durdanovic, Samet, Graf: Pruning filters for efficient ConvNets; ICLR 2017.
 """
@@ -10,7 +10,7 @@ from deephoyer.scores import Magnitude, Score
 
 
 class L1Filters(Method):
-    """one cut by the mean of |w| over a group, no training before it (Li et al. 2017)"""
+    """prunes once by the mean of |w| over a group, without training before it (Li et al. 2017)"""
 
     def score(self, stage: Stage) -> Score:
         return Magnitude(norm=1)

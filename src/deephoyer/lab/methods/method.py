@@ -1,8 +1,8 @@
-"""What a method is: hooks into the training of a network that is to lose weights.
+"""The base class of pruning methods: hooks into the training of a network.
 
-A penalty and a score go by themselves; a method is what needs more: weights of its own, a term of the loss, a say
-before an epoch or after a step. Each lies in a file beside this one, with its paper on top. How a run is organised is
-not known here: a method sees a `Stage`.
+What a penalty and a score can express needs no method. A method may train additional parameters, add a term to the
+loss, or act before an epoch or after a step. Each is a file in this folder, with its paper cited at the top. Methods
+know nothing of runs: they see a `Stage`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _not_here(*_: Any) -> Any:
 
 @dataclass
 class Stage:
-    """What a method may know of the training it takes part in, and what it may ask for."""
+    """The training stage, as a method sees it."""
 
     name: str
     """pretrain, regularize or finetune."""
@@ -36,29 +36,29 @@ class Stage:
     groups: list[str | Grouping]
     """The groups that are pruned in the end."""
     parameters: str | Sequence[str] | None = None
-    """Globs of the parameters that are meant."""
+    """Globs that select parameters."""
     epoch: int = 0
-    """The first epoch that is to be run: above 0 where a run is taken up again."""
+    """The first epoch to run: above 0 in a resumed run."""
     step: int = 0
-    """How many steps of that epoch are done already: where streamed images were cut off within it."""
+    """The number of steps of that epoch that are already done, in a run resumed within an epoch."""
     epochs: int = 1
     steps: int = 1
     """Steps in an epoch."""
     examples: int = 1
-    """How many training examples there are."""
+    """The number of training examples."""
     seed: int = 0
     keep: float | None = None
-    """The share of the weights that may stay in the end, where the recipe says it."""
+    """The share of weights to keep, if the recipe has a target for it."""
     masks: Masks | None = None
-    """What is zero already."""
+    """The masks so far."""
     cut: Callable[[float, Score], Masks] = _not_here
-    """Prunes as the recipe's prune stage does, by a score: with 1 to its target, with 0.5 half of the way there."""
+    """Prunes like the recipe's prune stage, by a score: with 1 to its target, with 0.5 half of the way."""
     hold: Callable[[Masks], None] = _not_here
     """Holds masks from now on, in place of those held so far."""
 
     @property
     def fresh(self) -> bool:
-        """Whether it has just begun."""
+        """Whether the stage starts at its beginning."""
         return self.epoch == 0 and self.step == 0
 
     @property
@@ -71,13 +71,13 @@ class Stage:
 
 
 class Method:
-    """A new one overrides what it needs, and has a line in `METHODS`. All that lasts from one epoch to the next lies in
-    `tensors`, which are in every checkpoint, or in the parameters it trains."""
+    """Override the hooks that are needed, and add a line to `METHODS`. State that must survive an epoch belongs into
+    `tensors`, which every checkpoint contains, or into the parameters that the method trains."""
 
     stages: tuple[str, ...] = ()
-    """The stages in which it takes part."""
+    """The stages in which it acts."""
     knows_size = False
-    """Whether it must know while it trains how much may stay: then a size is a run of its own."""
+    """Whether training depends on the target size: then every size is a separate run."""
     capturable = False
     """Whether all that it does within a step (`weights`, `loss`, `after_backward`, `after_step`) is the device's alone,
     the same operations on the same tensors each time: nothing is read back, drawn or counted by the host. Then steps
@@ -87,61 +87,61 @@ class Method:
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
 
-    # Before
+    # Before training
 
     def begin(self, stage: Stage) -> None:
-        """A stage begins, or is taken up again at `stage.epoch`; `tensors` are then those of the checkpoint."""
+        """Called when a stage begins, or is resumed at `stage.epoch`; `tensors` are then those of the checkpoint."""
 
     def parameters(self) -> list[nn.Parameter]:
-        """What the optimizer trains besides the model's own; known once a stage has begun."""
+        """Additional parameters for the optimizer; called after `begin`."""
         return []
 
     def before_epoch(self, epoch: int) -> None:
-        """An epoch is about to start; on a run that is taken up, its first one."""
+        """Called before every epoch, except one that is resumed in its middle."""
 
-    # In
+    # Within a step
 
     def weights(self) -> Mapping[str, Tensor]:
-        """Tensors that take the place of the model's parameters in a forward pass, by their names."""
+        """Tensors that replace the model's parameters in a forward pass, by name."""
         return {}
 
     def __call__(self, model: nn.Module, x: Any) -> Any:
-        """The model's output, with the weights that the method puts in place of its parameters."""
+        """The model's output, with its parameters replaced by `weights()`."""
         weights = dict(self.weights())
         return functional_call(model, weights, (x,)) if weights else model(x)
 
     def loss(self) -> Tensor | None:
-        """What is added to the mean loss of a batch."""
+        """A term that is added to the mean loss of a batch."""
         return None
 
     def after_backward(self) -> None:
-        """Gradients are there, the optimizer's step is not done."""
+        """Called between the backward pass and the optimizer's step."""
 
-    # After
+    # After a step, a stage
 
     def after_step(self) -> None:
-        """The optimizer's step is done, and zeros are held."""
+        """Called after the optimizer's step, with masks applied."""
 
     def end(self) -> None:
-        """The stage is over: from here on the model's parameters are the network."""
+        """Called at the end of the stage: afterwards the model's own parameters are the network."""
 
     def score(self, stage: Stage) -> Score | None:
-        """What groups are worth to this method when the network is pruned; None leaves it to the recipe."""
+        """The importance of groups for pruning; None uses the magnitude."""
         return None
 
-    # The checkpoint
+    # Checkpoints
 
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps besides the model's own."""
+        """The tensors for a checkpoint, besides those of the model."""
         return self.tensors
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Takes up what `state` gave."""
+        """Restores what `state` returned."""
         self.tensors = dict(tensors)
 
 
 def share(method: str, value: float | None, stage: Stage) -> float:
-    """The share of the groups that a method keeps: its own setting, or what the recipe's target says."""
+    """The share of groups that a method keeps: its own setting, or the recipe's target."""
     keep = stage.keep if value is None else value
     if keep is None:
         raise UserError(
@@ -152,19 +152,19 @@ def share(method: str, value: float | None, stage: Stage) -> float:
 
 
 def portion(method: str, name: str, value: float | None) -> float | None:
-    """A setting that is a share, or left out."""
+    """Checks a setting that is a share or None."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1):
         raise UserError(f"method {method}: {name} is {value!r}; it is a share, above 0 and at most 1.")
     return value
 
 
 def factors(unit: Unit, z: Tensor) -> list[Tensor]:
-    """One factor a group, laid over the unit's tensors: what is in no group keeps its 1."""
+    """One factor per group, expanded over the unit's tensors; 1 for weights in no group."""
     return [1 + laid for laid in unit.spread(z - 1)]
 
 
 def multiplied(units: Sequence[Unit], gates: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Each parameter times the gates of all groups that its weights are in."""
+    """Each parameter multiplied by the gates of all groups that contain its weights."""
     made: dict[str, Tensor] = {}
     for unit, z in zip(units, gates, strict=True):
         for name, tensor, factor in zip(unit.names, unit.tensors, factors(unit, z), strict=True):
@@ -174,7 +174,7 @@ def multiplied(units: Sequence[Unit], gates: Sequence[Tensor]) -> dict[str, Tens
 
 @torch.no_grad()
 def write(stage_model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Makes weights that took the place of parameters the parameters themselves."""
+    """Copies the weights that replaced parameters into the parameters."""
     parameters = dict(stage_model.named_parameters(remove_duplicate=False))
     for name, tensor in weights.items():
         parameters[name].copy_(tensor)

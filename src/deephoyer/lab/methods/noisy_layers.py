@@ -68,7 +68,7 @@ class NoisyLayers(Method):
         return self.trained[f"{key}.{name}"]
 
     def trained_layers(self, stage: Stage) -> dict[str, nn.Module]:
-        """The layers again when training is over, perhaps in a run that starts from where it took place."""
+        """The layers after training, possibly in a later run that starts from it."""
         layers = layers_of(stage, self.title)
         if any(f"log_variance.{name}" not in self.tensors for name in layers):
             raise UserError(
@@ -104,7 +104,7 @@ class NoisyLayers(Method):
 
 
 class ElementScore(Score):
-    """a worth for every weight by itself; a group's is the mean of its weights'"""
+    """a score for every weight; a group has the mean of its weights"""
 
     def __init__(self, worth: dict[str, Tensor]):
         self.worth = worth
@@ -122,7 +122,7 @@ class ElementScore(Score):
 
 
 def layers_of(stage: Stage, method: str) -> dict[str, nn.Module]:
-    """The layers whose weights are meant, by name; kinds whose noise is not written here are refused."""
+    """The selected layers, by name; kinds of layers that are not supported are refused."""
     chosen = {id(w.tensor) for w in find_weights(stage.model, stage.parameters)}
     found: dict[str, nn.Module] = {}
     for name, module in stage.model.named_modules():

@@ -1,4 +1,4 @@
-"""Random pruning: what any method has to beat.
+"""Random pruning: the baseline for every method.
 
 Mittal, Bhardwaj, Khapra, Ravindran: Recovering from random pruning; WACV 2018.
 """
@@ -10,7 +10,7 @@ from deephoyer.scores import Random, Score
 
 
 class RandomPruning(Method):
-    """one cut at random, no training before it (Mittal et al. 2018); drawn from the run's seed, or from `seed`"""
+    """prunes once at random, without training before it (Mittal et al. 2018); by the run's seed, or by `seed`"""
 
     def __init__(self, seed: int | None = None):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Network slimming: an l1 penalty on the scales of norms, and channels with small scales go.
+"""Network slimming: an l1 penalty on the scales of norms, and channels with small scales are pruned.
 
 Liu, Li, Shen, Huang, Yan, Zhang: Learning efficient convolutional networks through network slimming; ICCV 2017.
 """
@@ -13,7 +13,7 @@ from deephoyer.scores import NORMS, NormScale, Score
 
 
 class NetworkSlimming(Method):
-    """adds strength·Σ|γ| over the scales of norms to the loss; a channel is worth its scale (Liu et al. 2017)"""
+    """adds strength·Σ|γ| over the scales of norms to the loss; channels are scored by their scale (Liu et al. 2017)"""
 
     stages = ("regularize",)
     capturable = True

@@ -1,4 +1,4 @@
-"""SNIP: single-shot pruning before training, by how much the loss hangs on each connection.
+"""SNIP: single-shot pruning before training, by how much the loss depends on each connection.
 
 Lee, Ajanthan, Torr: SNIP: Single-shot network pruning based on connection sensitivity; ICLR 2019.
 """

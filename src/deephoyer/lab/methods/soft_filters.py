@@ -12,7 +12,7 @@ from deephoyer.scores import Magnitude, Score
 
 
 class SoftFilterPruning(Method):
-    """zeroes the smallest groups of each layer after every epoch and lets them train on (SFP, He et al. 2018)
+    """zeroes the smallest groups of each layer after every epoch but keeps training them (SFP, He et al. 2018)
 
     `keep` is the share of each layer's groups that is left, by default the recipe's target of density.
     """

@@ -1,4 +1,4 @@
-"""Sparse variational dropout: every weight has a dropout rate of its own, and those at which only noise is left go.
+"""Sparse variational dropout: every weight has its own dropout rate, and weights that are only noise are pruned.
 
 Molchanov, Ashukha, Vetrov: Variational dropout sparsifies deep neural networks; ICML 2017.
 """
@@ -16,7 +16,7 @@ K1, K2, K3 = 0.63576, 1.87320, 1.48695
 
 
 class SparseVariationalDropout(NoisyLayers):
-    """trains a noise for each weight; a weight is worth θ²/σ² = 1/α (Molchanov et al. 2017)
+    """learns the noise of each weight; weights are scored by θ²/σ² = 1/α (Molchanov et al. 2017)
 
     The divergence counts `strength`/N, rising to that over the first `warmup` epochs. The paper's threshold log α > 3
     is a prune stage with the rule absolute and the value 0.0498.
@@ -45,7 +45,7 @@ class SparseVariationalDropout(NoisyLayers):
 
 
 def log_alpha(theta: Tensor, log_variance: Tensor) -> Tensor:
-    """log σ²/θ², clipped where a float32 has no more to say."""
+    """log σ²/θ², clipped to the range where float32 is accurate."""
     return (log_variance - theta.square().clamp(min=1e-16).log()).clamp(-8, 8)
 
 

@@ -1,4 +1,4 @@
-"""The commands of this room: publish, verify, table, figure. `cli.py` hooks them in.
+"""The commands publish, verify, table and figure. `cli.py` adds them to the program.
 
 They read words, call the rooms, and print; heavy modules are imported when a command needs them.
 """

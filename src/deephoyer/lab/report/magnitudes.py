@@ -1,4 +1,4 @@
-"""Group magnitudes before pruning, per layer, split into what stayed and what went: the data of a page's histograms."""
+"""Group magnitudes before pruning, per layer, split into kept and pruned: the data of a page's histograms."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 
 
 def histograms_of(before: Mapping[str, Tensor], after: Mapping[str, Tensor], bins: int) -> list[dict[str, Any]]:
-    """One entry per layer and kind of group: edges (log₁₀ of the magnitude), how many stayed and went in each bin.
+    """One entry per layer and kind of group: edges (log₁₀ of the magnitude), kept and pruned groups in each bin.
 
-    `before` are the weights that were pruned, `after` the final ones: what is zero there went.
+    `before` are the weights that were pruned, `after` the final ones: what is zero there was pruned.
 
     >>> made = histograms_of({"w": torch.tensor([[1.0, 0.001]])}, {"w": torch.tensor([[1.0, 0.0]])}, bins=2)
     >>> made[0]["kind"], made[0]["stayed"], made[0]["went"], made[0]["threshold"]
@@ -38,7 +38,7 @@ def _kinds(weight: Tensor, alive: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def _histogram(magnitude: Tensor, kept: Tensor, bins: int) -> dict[str, Any]:
-    """On a logarithmic scale; exact zeros, which have no place there, are counted apart."""
+    """On a logarithmic scale; exact zeros are counted separately."""
     zero = magnitude == 0
     logs, alive = magnitude[~zero].double().log10(), kept[~zero]
     if not len(logs):
@@ -57,7 +57,7 @@ def _histogram(magnitude: Tensor, kept: Tensor, bins: int) -> dict[str, Any]:
 
 
 def _threshold(logs: Tensor, alive: Tensor) -> float | None:
-    """Where everything below went and everything above stayed; None where there is no such place."""
+    """The threshold below which everything was pruned and above which everything was kept; None if there is none."""
     if not alive.any() or alive.all():
         return None
     highest, lowest = logs[~alive].max().item(), logs[alive].min().item()

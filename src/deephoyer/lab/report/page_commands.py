@@ -1,4 +1,4 @@
-"""The commands to look at things: report, a page about runs, and explain, the coupled channels of a network."""
+"""The commands report, a page about runs, and explain, the coupled channels of a network."""
 
 from __future__ import annotations
 

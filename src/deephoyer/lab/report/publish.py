@@ -1,4 +1,4 @@
-"""From the folder of a finished run to a record: small, complete, and checked before it is written."""
+"""Publishes a finished run as a record: small, complete, and checked before it is written."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from deephoyer.lab.schema import TITLES, Recipe
 from deephoyer.lab.train.result import COMPACT, read_record
 
 APART = 20
-"""The run's own accuracy and ours may differ by so many images of 10,000: a GPU rounds more coarsely."""
+"""By how many images of 10,000 the run's accuracy and ours may differ, as a GPU rounds differently."""
 PLACE = ("data.path=", "data.workers=")
-"""Words that say where this machine has the data: they are no part of a record."""
+"""Overrides with this machine's location of the data: not part of a record."""
 TOLERANCE = 2 / 10_000
-"""The share of test images that may come out otherwise on another machine, or with matrices in half precision."""
+"""The share of test images whose prediction may differ on another machine, or with matrices in half precision."""
 
 
 def publish(
@@ -97,7 +97,7 @@ def publish(
 
 
 def origin_of(recipe: Recipe) -> dict[str, Any]:
-    """What a stored network says of itself: the recipe it was made by, by which others see what it may be used for."""
+    """The provenance of a stored network: its recipe, from which others see how it may be used."""
     content = recipe.model_dump(mode="json", exclude_defaults=True)
     return {"recipe": {**content, "epoch_selection": recipe.epoch_selection}, "protocol": recipe.epoch_selection}
 
@@ -132,7 +132,7 @@ def in_halves(model: nn.Module) -> nn.Module:
 
 
 def finished(folder: RunFolder) -> tuple[dict[str, Any], Recipe, Command]:
-    """The summary, the recipe and the words of a run that went to its end; any other is refused."""
+    """The summary, the recipe and the command of a finished run; any other run is refused."""
     if not folder.path.is_dir():
         raise UserError(f"{folder.path}: there is no such folder.")
     recipe = folder.recipe()
@@ -154,7 +154,7 @@ def finished(folder: RunFolder) -> tuple[dict[str, Any], Recipe, Command]:
 
 
 def _no_test_images_behind(folder: RunFolder, recipe: Recipe) -> None:
-    """A held-out run may build only on networks that were selected on held-out images, too."""
+    """A held-out run may only build on networks that were also selected on held-out images."""
     if recipe.epoch_selection != "held-out":
         return
     for key, words in recipe.networks():
@@ -166,7 +166,7 @@ def _no_test_images_behind(folder: RunFolder, recipe: Recipe) -> None:
 
 
 def _no_files_of_this_machine(folder: RunFolder, value: Any) -> None:
-    """A path from the root leads nowhere on another machine: nobody could run the command again."""
+    """Refuses absolute paths: nobody else could run the command again."""
     if isinstance(value, str) and re.match(r"(\w[\w.]*=)?(/|~|[A-Za-z]:[/\\])", value):
         raise UserError(f"{folder.path}: its recipe names the file {value}, which others don't have.")
     if isinstance(value, dict | list | tuple):

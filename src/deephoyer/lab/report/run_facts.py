@@ -1,4 +1,4 @@
-"""What a run's folder tells, part by part, for the page: headline, epochs, layers, magnitudes, what stayed and why.
+"""The content of a run's folder for its HTML page: headline, epochs, layers, magnitudes, what was kept and why.
 
 A part that is missing or damaged is named in `missing`, and the rest is shown all the same. Nothing is measured here:
 times are those that the run recorded.
@@ -20,7 +20,7 @@ COUNTED = ("filters", "channels", "live_filters", "live_channels", "weights", "n
 
 @dataclass(frozen=True)
 class Change:
-    """One number before and after."""
+    """A number before and after."""
 
     title: str
     before: str
@@ -87,15 +87,15 @@ class RunFacts:
         return made
 
     def sets(self) -> list[dict[str, Any]]:
-        """What hangs together, how much of it went, and why the rest stayed."""
+        """The sets of coupled channels, how many of each were removed, and why the rest were kept."""
         return list((self.summary.get("compact_report") or {}).get("sets", ()))
 
     def heads(self) -> list[tuple[str, list[bool]]]:
-        """For each attention of a transformer which of its heads stayed."""
-        return [(one["name"], one["heads"]) for one in self.sets() if one.get("heads")]
+        """For each attention layer, which of its heads were kept."""
+        return [(coupled["name"], coupled["heads"]) for coupled in self.sets() if coupled.get("heads")]
 
     def stages(self) -> list[tuple[str, int, int]]:
-        """Each stage as it was trained, with the first and the last of its epochs, counted through the whole run."""
+        """Each stage with the first and the last of its epochs, numbered over the whole run."""
         made: list[tuple[str, int, int]] = []
         for place, line in enumerate(self.metrics, 1):
             title = line["stage"] + (f" {line['round']}" if "round" in line else "")
@@ -107,7 +107,7 @@ class RunFacts:
 
 
 def read(folder: str | Path) -> RunFacts:
-    """A run's folder, as much of it as there is; a folder in which there is nothing of a run is refused."""
+    """Reads as much of a run's folder as there is; refuses a folder without anything of a run."""
     facts = RunFacts(Path(folder))
     if not facts.folder.is_dir():
         raise UserError(f"{facts.folder}: there is no such folder.")
@@ -135,9 +135,9 @@ def points(difference: float) -> str:
 
 
 def magnitudes(facts: RunFacts) -> list[dict[str, Any]]:
-    """For each layer a histogram of its group magnitudes before pruning, those that stayed apart from those that went.
+    """For each layer a histogram of its group magnitudes before pruning, kept and pruned ones separately.
 
-    [] where the weights before pruning or the final ones are not there.
+    [] if the weights before pruning or the final ones are missing.
     """
     from deephoyer.lab import models
     from deephoyer.lab.report.magnitudes import histograms_of

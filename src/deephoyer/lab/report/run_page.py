@@ -1,6 +1,6 @@
-"""Pages that people look at after a run: one HTML file each, whole by itself, for screens light or dark, and for paper.
+"""The HTML pages of a run, of several runs, and of all published runs: one self-contained file each.
 
-What a run's folder tells is read in `run_facts.py`, plots are in `plots.py`, words and looks in `templates/`.
+A run's folder is read in `run_facts.py`, plots are in `plots.py`, text and style in `templates/`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SELECTIONS = {
 
 
 def write(run: str | Path, target: Path | None = None) -> tuple[Path, RunFacts]:
-    """Writes the page of a run, by default as `report.html` into its folder, and says where and what was missing."""
+    """Writes the page of a run, by default as `report.html` into its folder; returns its path and the facts."""
     facts = run_facts.read(run)
     path = target or facts.folder / "report.html"
     write_atomically(path, run_page(facts).encode())
@@ -157,7 +157,7 @@ def _place(environment: Mapping[str, Any]) -> str:
 
 
 def _script(data: Any) -> str:
-    """JSON that can stand inside a script: nothing in it ends the script."""
+    """JSON for a script element: nothing in it can end the script."""
     return json.dumps(data).replace("<", "\\u003c")
 
 

@@ -71,7 +71,7 @@ def check(path: Path) -> Outcome:
 
 
 def contradictions(record: Record) -> list[str]:
-    """What can be told without the weights: a record's own numbers must go together."""
+    """Checks without the weights: a record's numbers must be consistent."""
     lines, measured, total = [], record.measured, record.measured.total
     titles = [TITLES[stage] for stage in record.settings.stages() if stage != "start"]
     lines += [f"accuracy.{title}: the record says nothing" for title in titles if title not in record.accuracy]
@@ -88,7 +88,7 @@ def contradictions(record: Record) -> list[str]:
 
 
 def compare(said: Measured, seen: Measured) -> list[str]:
-    """A line for every number that differs."""
+    """One line for every number that differs."""
     lines = []
     if said.images != seen.images or abs(said.right - seen.right) > TOLERANCE * seen.images:
         lines.append(_line("test images right", f"{said.right} of {said.images}", f"{seen.right} of {seen.images}"))

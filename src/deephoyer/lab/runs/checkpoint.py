@@ -1,4 +1,4 @@
-"""Checkpoints of a run: safetensors with a JSON header, whole or absent, the last two kept.
+"""The checkpoint files of a run: safetensors with a JSON header, written atomically, the last two kept.
 
 A checkpoint holds everything that the rest of the run depends on. Each carries a digest of its
 content; one that is damaged is passed over for the one before it. What the content means is
@@ -42,7 +42,7 @@ def numbers(folder: Path) -> list[int]:
 
 
 def newest(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any], list[str]] | None:
-    """The newest checkpoint that is whole, with what was wrong with newer ones; None where there is none at all."""
+    """The newest intact checkpoint, with the errors of newer ones; None if there are no checkpoints."""
     troubles: list[str] = []
     for number in reversed(numbers(folder)):
         try:
@@ -64,16 +64,16 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def flatten(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """An optimizer's state as tensors named `index.key`, and a rest that JSON can hold."""
+    """An optimizer's state as tensors named `index.key`, and the rest, which fits into JSON."""
     every = {f"{index}.{key}": value for index, of in state["state"].items() for key, value in of.items()}
     tensors = {name: value for name, value in every.items() if isinstance(value, Tensor)}
     return tensors, {name: value for name, value in every.items() if name not in tensors}
 
 
 def refill(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> None:
-    """Gives a fresh optimizer the state that `flatten` took; its hyperparameters are its own.
+    """Loads the state that `flatten` returned into a new optimizer, which keeps its own hyperparameters.
 
-    So a run may go on where steps are captured and where they are not, on any device.
+    So a run can be resumed with captured or plain steps, on any device.
     """
     state: dict[int, dict[str, Any]] = {}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -96,16 +96,16 @@ def refill(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], rest
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Tensors as plain safetensors, which any program can read; no file where there are none."""
+    """Writes tensors as plain safetensors; no file if there are none."""
     if tensors:
         write_atomically(path, safetensors.torch.save({n: t.cpu().contiguous() for n, t in tensors.items()}))
 
 
 def fill(model: nn.Module, path: Path, key: str, classes_may_differ: bool = False) -> list[str]:
-    """Weights for the whole model from a file: plain safetensors, one that `deephoyer.save` wrote, or a torch file.
+    """Loads the weights of a model from a file: plain safetensors, one that `deephoyer.save` wrote, or a torch file.
 
-    With `classes_may_differ`, a classifier of another number of classes keeps the model's own weights: the names of
-    those are returned.
+    With `classes_may_differ`, a classifier with another number of classes keeps the model's own weights; returns
+    their names.
     """
     plain_file(path)
     try:
@@ -129,7 +129,7 @@ def fill(model: nn.Module, path: Path, key: str, classes_may_differ: bool = Fals
 
 
 def _torch_file(path: Path, key: str) -> dict[str, Tensor]:
-    """The tensors of a file that `torch.save` wrote: nothing in it is run, and a file that wants that is refused."""
+    """The tensors of a file that `torch.save` wrote; a file that would execute code is refused."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
@@ -145,7 +145,7 @@ def _torch_file(path: Path, key: str) -> dict[str, Tensor]:
 
 
 def _classifier(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> list[str]:
-    """The names of what differs in its first dimension alone, if that is one layer: the last, of other classes."""
+    """The parameters of the classifier: those that differ only in their first dimension, if they are of one layer."""
     differ = [n for n, t in own.items() if n in state and state[n].shape != t.shape]
     layers = {name.rpartition(".")[0] for name in differ}
     rows = {(own[n].shape[:1], state[n].shape[:1]) for n in differ}

@@ -1,4 +1,4 @@
-"""Shifted and flipped images by looking them up, for CUDA: a few launches a batch instead of a dozen.
+"""Shifted and flipped images by table look-up, for CUDA: a few kernel launches per batch instead of a dozen.
 
 The images are padded and made floats once, and kept for as long as their data set. Where each pixel of a
 moved image comes from is a row in a table, one for each shift and flip. `batches.moved` is the plain twin.
@@ -19,7 +19,7 @@ _ready: WeakKeyDictionary[Dataset, dict[int, Tensor]] = WeakKeyDictionary()
 
 
 def looked_up(data: Dataset, index: Tensor, shift: Tensor | None, flip: Tensor | None, reach: int) -> Tensor:
-    """Training images as floats, moved and mirrored."""
+    """Training images as floats, shifted and flipped."""
     reach = reach if shift is not None else 0
     ready = _padded(data, reach)
     if shift is None and flip is None:
@@ -31,7 +31,7 @@ def looked_up(data: Dataset, index: Tensor, shift: Tensor | None, flip: Tensor |
 
 
 def place(index: Tensor, shift: Tensor | None, flip: Tensor | None, reach: int) -> Tensor:
-    """The number of each image's shift and flip among all there are.
+    """The index of each image's position (shift and flip) among all positions.
 
     >>> place(torch.tensor([7]), torch.tensor([[-1, 1]]), torch.tensor([True]), 1).tolist()
     [11]
@@ -55,7 +55,7 @@ def _padded(data: Dataset, reach: int) -> Tensor:
 def _sources(
     height: int, width: int, reach: int, flips: bool, device: torch.device, channels: int
 ) -> tuple[Tensor, Tensor]:
-    """For each place the padded image's pixels that a moved one is made of; and the channels, to go with them."""
+    """For each position, the indices of the padded image's pixels that make up the shifted one; and channel indices."""
     steps = torch.arange(-reach, reach + 1)
     rows = (torch.arange(height) + reach - steps.unsqueeze(1)).view(1, -1, 1, height, 1)
     columns = torch.arange(width) + reach - steps.unsqueeze(1)

@@ -1,6 +1,6 @@
-"""Batches for one epoch: the order of the images, and what makes each of them different from the last time.
+"""The batches of one epoch: the order of the images, and their random shifts, flips and crops.
 
-Everything random comes from a seed of (seed, stage, epoch). So an epoch can be replayed on its own after a kill.
+Everything random comes from a seed of (seed, stage, epoch). So any epoch can be repeated after a kill.
 For data in memory shifts and flips are drawn all at once, on the CPU, and a captured step has no random numbers in it.
 Streamed images are cropped and mirrored by the workers that read them, each by its own seed.
 
@@ -28,7 +28,7 @@ __all__ = ["Batch", "Draw", "Epoch", "Streamed", "cropped", "draw", "images", "m
 
 
 class Draw(NamedTuple):
-    """The images of a step by their numbers, how far each is shifted, whether it is flipped, and what is cut out."""
+    """The images of a step, by index, with their shifts, flips and crop boxes."""
 
     numbers: Tensor
     shift: Tensor | None
@@ -36,12 +36,12 @@ class Draw(NamedTuple):
     box: Tensor | None = None
 
     def parts(self, count: int) -> list[Draw]:
-        """The same in so many equal parts, one after the other."""
+        """The step split into `count` equal parts."""
         return [Draw(*pieces) for pieces in _cut(self, count)]
 
 
 class Batch(NamedTuple):
-    """The images of a step themselves, as bytes, and their labels."""
+    """The images of a step as bytes, and their labels."""
 
     x: Tensor
     y: Tensor
@@ -57,7 +57,7 @@ def _cut(tensors: tuple[Tensor | None, ...], count: int) -> list[tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Epoch:
-    """For each step the images' indices, how far each is shifted, whether it is flipped, and what is cut out of it."""
+    """All steps of an epoch: indices of images, with their shifts, flips and crop boxes."""
 
     index: Tensor
     shift: Tensor | None
@@ -78,21 +78,21 @@ class Epoch:
         return (self.step(i) for i in numbers)
 
     def share(self, rank: int, count: int) -> Epoch:
-        """What one of several processes does of every step."""
+        """The share of one of several processes in every step."""
         mine = _share(self.index.shape[1], rank, count)
         return self.each(lambda tensor: tensor[:, mine]) if count > 1 else self
 
     def to(self, device: torch.device) -> Epoch:
-        """The same on a device; a copy to CUDA is only begun, behind what the device has to do already."""
+        """The same on a device; a copy to CUDA is asynchronous."""
         return self.each(lambda tensor: _sent(tensor, device))
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Epoch:
-        """The same with every tensor changed."""
+        """The same with `change` applied to every tensor."""
         return Epoch(change(self.index), *(None if t is None else change(t) for t in self.parts()[1:]))
 
 
 class Streamed:
-    """An epoch over images that are read while it goes on; the same numbers of the same images as `draw` would have."""
+    """An epoch over images that are read during training; in the same order as those of `draw`."""
 
     def __init__(self, source: Streaming, pool: Tensor, batch_size: int, seed: int, rank: int = 0, count: int = 1):
         self.source, self.seed = source, seed
@@ -109,7 +109,7 @@ class Streamed:
 
 
 def _order(pool: Tensor, batch_size: int, generator: torch.Generator) -> Tensor:
-    """The images of each step; a last batch that would not be full is left out."""
+    """The indices of each step's images; an incomplete last batch is left out."""
     batch = min(batch_size, len(pool))
     steps = len(pool) // batch
     return pool.cpu()[torch.randperm(len(pool), generator=generator)[: steps * batch]].view(steps, batch)
@@ -120,7 +120,7 @@ def _share(batch: int, rank: int, count: int) -> slice:
 
 
 def draw(pool: Tensor, batch_size: int, shift: int, flip: bool, seed: int) -> Epoch:
-    """An epoch over the images in `pool`; a last batch that would not be full is left out."""
+    """An epoch over the images in `pool`; an incomplete last batch is left out."""
     generator = torch.Generator().manual_seed(seed)
     order = _order(pool, batch_size, generator)
     steps, batch = order.shape
@@ -130,7 +130,7 @@ def draw(pool: Tensor, batch_size: int, shift: int, flip: bool, seed: int) -> Ep
 
 
 def cropped(data: SmallImages, pool: Tensor, batch_size: int, seed: int) -> Epoch:
-    """An epoch over small images in memory: each has its own crop, whatever the pool and the size of batches."""
+    """An epoch over small images in memory; the crop of an image does not depend on the pool or the batch size."""
     order = _order(pool, batch_size, torch.Generator().manual_seed(seed))
     box, flip = data.crops_of(seed)
     return Epoch(order, None, None if flip is None else flip[order], None if box is None else box[order])
@@ -169,7 +169,7 @@ def images(data: Source, step: Draw | Batch, reach: int) -> tuple[Tensor, Tensor
 
 
 def moved(x: Tensor, shift: Tensor, reach: int) -> Tensor:
-    """Each image moved by its own (rows, columns), zeros coming in at the edge.
+    """Each image shifted by its own (rows, columns), padded with zeros.
 
     >>> moved(torch.tensor([[[[1, 2], [3, 4]]]]), torch.tensor([[0, 1]]), 1).tolist()
     [[[[0, 1], [0, 3]]]]

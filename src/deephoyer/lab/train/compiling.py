@@ -1,8 +1,8 @@
-"""Compiling the blocks that a network repeats, for training steps only.
+"""Compiles the repeated blocks of a network, for training steps only.
 
-Each kind and shape of block is compiled once and serves all its likes, so a deep network takes little
-longer than a shallow one. Outside of `compiled` the modules are what they were: evaluation, tracing,
-checkpoints and names know nothing of it.
+Each kind and shape of block is compiled once and is shared by all like it, so a deep network takes little
+longer than a shallow one. Outside of `Compiled.on` the modules are unchanged: evaluation, tracing,
+checkpoints and names are not affected.
 """
 
 from __future__ import annotations
