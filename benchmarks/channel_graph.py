@@ -75,7 +75,7 @@ def size(model: nn.Module) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", default=NAMES)
-    parser.add_argument("--alone", action="store_true", help="without Torch-Pruning, which may not come to an end")
+    parser.add_argument("--alone", action="store_true", help="without Torch-Pruning, which may not terminate")
     chosen = parser.parse_args()
     for name in chosen.names:
         model, x = network(name)

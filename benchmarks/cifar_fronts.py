@@ -219,8 +219,10 @@ def rows(jobs: list[Job]) -> list[list[str]]:
 def main() -> None:
     parser = list_words(__doc__, list(PACE), [0, 1, 2], jobs=4)
     parser.add_argument("--items", nargs="+", choices=list(ITEMS), default=[name for name in ITEMS if name != "gpu"])
-    parser.add_argument("--sizes", type=float, nargs="+", default=(), help="of points: 1.9 2.1 2.6 2.67")
-    parser.add_argument("--scale", type=float, default=1.0, help="multiplies all epochs")
+    parser.add_argument(
+        "--sizes", type=float, nargs="+", default=(), help="sizes of the item `points`: 1.9 2.1 2.6 2.67"
+    )
+    parser.add_argument("--scale", type=float, default=1.0, help="factor of all numbers of epochs")
     parser.add_argument("--rates", action="store_true", help="time the finished networks at the end")
     chosen = parser.parse_args()
     plan = Plan(tuple(chosen.networks), tuple(chosen.seeds), chosen.scale, tuple(chosen.changes), tuple(chosen.sizes))

@@ -206,8 +206,8 @@ def rows(networks: dict[str, Any]) -> list[list[str]]:
 
 def main() -> None:
     parser = words(__doc__, device=False)
-    parser.add_argument("--seconds", type=float, default=6.0, help="of timing, for each table and batch size")
-    parser.add_argument("--others", type=float, default=0.03, help="share of the processors that others may take")
+    parser.add_argument("--seconds", type=float, default=6.0, help="time for each table and batch size")
+    parser.add_argument("--others", type=float, default=0.03, help="largest CPU load of other processes, as a share")
     parser.add_argument("--threads", type=int, default=2)
     chosen = parser.parse_args()
     if chosen.brief:

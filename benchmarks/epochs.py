@@ -204,12 +204,16 @@ def together_rows(found: dict[str, Any]) -> list[list[str]]:
 
 def main() -> None:
     parser = words(__doc__)
-    parser.add_argument("--cases", help="comma-separated, or none; by default all, on a CPU the LeNets")
-    parser.add_argument("--epochs", type=int, help="of each stage; by default 12 for the LeNets, 4 for the ResNets")
-    parser.add_argument("--together", type=int, default=0, help="so many ResNet-56 at once against one (CUDA)")
+    parser.add_argument("--cases", help="comma-separated, or none; default: all, on a CPU the LeNets")
+    parser.add_argument(
+        "--epochs", type=int, help="epochs of each stage; default: 12 for the LeNets, 4 for the ResNets"
+    )
+    parser.add_argument("--together", type=int, default=0, help="compare this many parallel ResNet-56 with one (CUDA)")
     parser.add_argument("--no-mps", action="store_true", help="with --together: let the processes take turns")
     parser.add_argument("--matrix", type=int, nargs="+", metavar="BATCH", help="ResNet-56 at these batch sizes")
-    parser.add_argument("--images", type=int, default=CIFAR, help="with --matrix: fewer, scaled to all")
+    parser.add_argument(
+        "--images", type=int, default=CIFAR, help="with --matrix: train on this many, and scale the time to all"
+    )
     chosen = parser.parse_args()
     if chosen.together and chosen.device != "cuda":
         parser.error("--together needs a GPU for the runs to share")

@@ -140,9 +140,9 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=224)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--workers", type=int, default=default_workers())
-    parser.add_argument("--images", type=int, default=4_000, help="files to make")
-    parser.add_argument("--seconds", type=float, default=55.0, help="for all of it")
-    parser.add_argument("--compile", action="store_true", help="the network's repeated blocks are compiled")
+    parser.add_argument("--images", type=int, default=4_000, help="number of image files to create")
+    parser.add_argument("--seconds", type=float, default=55.0, help="total time")
+    parser.add_argument("--compile", action="store_true", help="compile the network's repeated blocks")
     chosen = parser.parse_args()
     if chosen.brief:
         chosen.images, chosen.batch = min(chosen.images, 64), min(chosen.batch, 4)

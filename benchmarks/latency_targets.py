@@ -122,12 +122,12 @@ def table(record: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = measuring.words(__doc__)
-    parser.add_argument("--page", type=Path, nargs=2, help="only put the table of this record into this page")
+    parser.add_argument("--page", type=Path, nargs=2, help="only write the table of a record into a page: RECORD PAGE")
     parser.add_argument("--models", nargs="+", default=["resnet-56", "resnet50", "convnext_tiny"])
     parser.add_argument("--shares", type=float, nargs="+", default=[0.7, 0.5])
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=["eager"])
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="otherwise the network's own")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: the network's own")
     parser.add_argument("--alone", action="store_true", help="without the MAC target of equal time")
     args = parser.parse_args()
     if args.page:

@@ -24,7 +24,7 @@ def words(about: str | None, device: bool = True) -> argparse.ArgumentParser:
     if device:
         here = "cuda" if torch.cuda.is_available() else "cpu"
         parser.add_argument("--device", choices=("cpu", "cuda"), default=here)
-    parser.add_argument("--brief", action="store_true", help="seconds instead of minutes: shows that it runs")
+    parser.add_argument("--brief", action="store_true", help="a few seconds, only to show that it runs")
     parser.add_argument("--out", type=Path, help="write the numbers to this JSON file")
     return parser
 

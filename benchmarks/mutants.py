@@ -433,9 +433,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument(
-        "--out", type=Path, default=Path("mutants.jsonl"), help="a line for each; what is in it is not tried again"
+        "--out", type=Path, default=Path("mutants.jsonl"), help="one line per mutant; those in it are not run again"
     )
-    parser.add_argument("--again", action="store_true", help="try those again that nothing noticed")
+    parser.add_argument("--again", action="store_true", help="run the surviving mutants again")
     parser.add_argument("--show", action="store_true")
     words = parser.parse_args()
     lines = words.out.read_text().splitlines() if words.out.exists() else []

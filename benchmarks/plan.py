@@ -276,11 +276,11 @@ def table(record: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = measuring.words(__doc__)
-    parser.add_argument("--page", type=Path, nargs=2, help="only put the table of this record into this page")
+    parser.add_argument("--page", type=Path, nargs=2, help="only write the table of a record into a page: RECORD PAGE")
     parser.add_argument("--network", default="lenet-5")
     parser.add_argument("--data", default="mnist")
-    parser.add_argument("--folder", help="where the data is, if not where `deephoyer data` puts it")
-    parser.add_argument("--images", type=int, default=0, help="training images, 0 for all that are not held out")
+    parser.add_argument("--folder", help="the folder of the data; default: that of `deephoyer data`")
+    parser.add_argument("--images", type=int, default=0, help="number of training images; 0: all that are not held out")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--batch", type=int, default=100)
     parser.add_argument("--optimizer", choices=("adam", "sgd"), default="adam")
@@ -289,7 +289,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--on", choices=("validation", "test"), default="test")
     parser.add_argument("--ways", nargs="+", help="only these, by their titles")
-    parser.add_argument("--jobs", type=int, default=1, help="trainings at once, each in a process of its own")
+    parser.add_argument("--jobs", type=int, default=1, help="parallel trainings, each in its own process")
     args = parser.parse_args()
     if args.page:
         record, page = args.page

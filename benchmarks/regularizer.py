@@ -413,13 +413,15 @@ def listed(text: str | None) -> tuple[str, ...]:
 
 def main() -> None:
     parser = words(__doc__)
-    parser.add_argument("--networks", help="comma-separated; by default all, on a CPU without the two largest")
+    parser.add_argument("--networks", help="comma-separated; default: all, on a CPU without the two largest")
     parser.add_argument("--groups", default="elements,filters+channels")
-    parser.add_argument("--backends", help="comma-separated; by default plain, foreach and, on CUDA, triton")
+    parser.add_argument("--backends", help="comma-separated; default: plain, foreach and, on CUDA, triton")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16", "float64"))
-    parser.add_argument("--check", action="store_true", help="compare with float64 autograd, look for waits and memory")
+    parser.add_argument(
+        "--check", action="store_true", help="compare with float64 autograd, check synchronization and memory"
+    )
     parser.add_argument("--budget", type=float, default=0.25, help="seconds for each measurement")
-    parser.add_argument("--threads", type=int, help="on a CPU; by default as many as PyTorch takes")
+    parser.add_argument("--threads", type=int, help="CPU threads; default: PyTorch's")
     parser.add_argument("--tune", action="store_true", help="only try launch shapes of the Triton kernels (CUDA)")
     args = parser.parse_args()
     if args.brief:

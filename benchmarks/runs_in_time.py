@@ -367,12 +367,12 @@ def list_words(about: str | None, networks: Sequence[str], seeds: Sequence[int],
     parser = measuring.words(about)
     parser.add_argument("--networks", nargs="+", choices=networks, default=networks)
     parser.add_argument("--seeds", type=int, nargs="+", default=seeds)
-    parser.add_argument("--seconds", type=float, default=1e9, help="stop after these; the same command goes on")
-    parser.add_argument("--jobs", type=int, default=jobs, help="runs at once; 0 publishes and packs what is there")
-    parser.add_argument("--no-mps", action="store_true", help="let them take turns on a GPU")
+    parser.add_argument("--seconds", type=float, default=1e9, help="stop after this time; the same command resumes")
+    parser.add_argument("--jobs", type=int, default=jobs, help="parallel runs; 0: only publish and pack")
+    parser.add_argument("--no-mps", action="store_true", help="processes take turns on a GPU")
     parser.add_argument("--publish", type=Path, help="write records into this folder")
-    parser.add_argument("--pack", type=Path, help="a folder for what another machine needs to go on")
-    parser.add_argument("--plan", action="store_true", help="say what there is to do, and do none of it")
+    parser.add_argument("--pack", type=Path, help="write what another machine needs to resume into this folder")
+    parser.add_argument("--plan", action="store_true", help="only print what is left to do")
     parser.add_argument("changes", nargs="*", help="overrides for all runs, as of `deephoyer run`")
     return parser
 

@@ -150,16 +150,20 @@ def rows(jobs: Sequence[Job]) -> list[list[str]]:
 def main() -> None:
     parser = words(__doc__)
     parser.add_argument("--network", choices=("resnet-50", "alexnet", "both"), default="both")
-    parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing that would not end within these")
-    parser.add_argument("--scale", type=float, default=1.0, help="multiplies all epochs")
+    parser.add_argument(
+        "--seconds", type=float, default=1e9, help="start no run that would not finish within this time"
+    )
+    parser.add_argument("--scale", type=float, default=1.0, help="factor of all numbers of epochs")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
-    parser.add_argument("--methods", nargs="+", help="rows by these alone, dense ones and what they start from besides")
+    parser.add_argument("--methods", nargs="+", help="only these methods, and the networks they start from")
     parser.add_argument("--publish", type=Path, help="write records into this folder")
-    parser.add_argument("--weights", help="a file that ResNet-50 begins with, or null")
-    parser.add_argument("--strengths", nargs="+", default=[], metavar="METHOD=VALUE", help="for its first epoch")
+    parser.add_argument("--weights", help="a file of weights for ResNet-50 to start from, or null")
+    parser.add_argument(
+        "--strengths", nargs="+", default=[], metavar="METHOD=VALUE", help="initial strength of a method"
+    )
     parser.add_argument("--rates", action="store_true", help="time inference at the end")
-    parser.add_argument("--size", type=int, default=224, help="of the images for the inference rates")
-    parser.add_argument("--batch", type=int, default=256, help="and how many at once")
+    parser.add_argument("--size", type=int, default=224, help="image size for timing inference")
+    parser.add_argument("--batch", type=int, default=256, help="batch size for timing inference")
     parser.add_argument("changes", nargs="*", help="overrides for all runs, as of `deephoyer run`")
     chosen = parser.parse_args()
     torch.set_num_threads(max(1, torch.get_num_threads() // 2))  # records are written by the others

@@ -170,7 +170,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", choices=SHARES, help="kills of this kind alone")
+    parser.add_argument("--only", choices=SHARES, help="only kills of this kind")
     words = parser.parse_args()
     draw, began, found = random.Random(words.seed), time.monotonic(), []
     data.load("mnist")

@@ -392,18 +392,29 @@ def main(kind: type[Task], about: str | None) -> None:
     words.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     words.add_argument("--seeds", type=int, nargs="+", default=[0])
     words.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
-    words.add_argument("--strengths", type=float, nargs="+", help="of both penalties, instead of their own")
+    words.add_argument(
+        "--strengths", type=float, nargs="+", help="strengths of both penalties, instead of the defaults"
+    )
     words.add_argument("--densities", type=float, nargs="+", default=[0.5, 0.25])
-    words.add_argument("--seconds", type=float, default=math.inf, help="begin nothing new after so many")
-    words.add_argument("--compile", action=argparse.BooleanOptionalAction, default=False, help="blocks, by inductor")
-    words.add_argument("--capture", action=argparse.BooleanOptionalAction, default=True, help="steps, on a GPU")
-    words.add_argument("--brief", action="store_true", help="tiny, on made-up data: shows that it runs")
+    words.add_argument("--seconds", type=float, default=math.inf, help="start nothing new after this time")
+    words.add_argument(
+        "--compile", action=argparse.BooleanOptionalAction, default=False, help="compile blocks with inductor"
+    )
+    words.add_argument(
+        "--capture", action=argparse.BooleanOptionalAction, default=True, help="capture steps as CUDA graphs"
+    )
+    words.add_argument("--brief", action="store_true", help="tiny, on synthetic data, only to show that it runs")
     one = words.add_mutually_exclusive_group()
-    one.add_argument("--together", action=argparse.BooleanOptionalAction, default=False, help="a process for each seed")
+    one.add_argument(
+        "--together",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="all seeds in parallel, one process each",
+    )
     one.add_argument("--speeds", action="store_true", help="only time the networks that the table shows")
-    one.add_argument("--table", action="store_true", help="only show what is there")
-    one.add_argument("--figure", type=Path, help="only draw what is there, into this folder")
-    one.add_argument("--page", type=Path, help="only put table and figure into this page, between its marks")
+    one.add_argument("--table", action="store_true", help="only print the table of existing results")
+    one.add_argument("--figure", type=Path, help="only draw the figure of existing results into this folder")
+    one.add_argument("--page", type=Path, help="only write table and figure into this page, between its marks")
     for field in fields(kind.sizes_type):
         words.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default))
     chosen = words.parse_args()

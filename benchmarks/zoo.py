@@ -368,17 +368,15 @@ def imported(families: set[str]) -> None:
 
 def main() -> None:
     words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    words.add_argument(
-        "--out", type=Path, required=True, help="lines of JSON; networks that are in it are not run again"
-    )
+    words.add_argument("--out", type=Path, required=True, help="a file of JSON lines; networks in it are not run again")
     words.add_argument("--families", nargs="+", choices=list(names()), default=list(names()))
     words.add_argument("--names", nargs="+", default=["*"], help="glob patterns")
-    words.add_argument("--again", nargs="*", help="run these again: statuses, or all without one")
+    words.add_argument("--again", nargs="*", help="run networks with these statuses again; without a status, all")
     words.add_argument("--jobs", type=int, default=1)
-    words.add_argument("--limit", type=int, default=300, help="processor seconds for each network")
+    words.add_argument("--limit", type=int, default=300, help="CPU seconds per network")
     words.add_argument("--brief", action="store_true", help="the first three networks of each family")
-    words.add_argument("--side", action="store_true", help="Torch-Pruning, too")
-    words.add_argument("--render", type=Path, help="write the table there and run nothing")
+    words.add_argument("--side", action="store_true", help="also run Torch-Pruning")
+    words.add_argument("--render", type=Path, help="only write the table to this file")
     chosen = words.parse_args()
     done = records(chosen.out)
     if chosen.render:
