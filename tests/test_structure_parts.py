@@ -13,6 +13,7 @@ from torch.testing import assert_close
 
 import deephoyer as dh
 from deephoyer.structure.attention import NarrowAttention, opened
+from deephoyer.structure.channels import ChannelGraph
 from deephoyer.structure.equality import Differs, check_modules, module_outputs, same
 from deephoyer.structure.fold_constants import fold
 from deephoyer.structure.inputs import random_like
@@ -64,6 +65,23 @@ def test_a_resized_module_says_the_sizes_of_its_tensors():
     grouped.weight = nn.Parameter(grouped.weight.detach()[:4, :1])
     resize(grouped)
     assert (grouped.in_channels, grouped.out_channels) == (2, 4)
+
+
+def test_sets_of_channels_are_what_looking_at_each_channel_by_itself_gives():
+    places = {("a.weight", 0): [0, 1, 2, 3, 4], ("a.bias", 0): [0, 1, 2, 3, 4], ("b.weight", 1): [2, 2, 3, 4, 6]}
+    fixed = {3: "network input", 6: "network output", 7: "lies nowhere"}
+    graph = ChannelGraph({p: torch.tensor(c) for p, c in places.items()}, fixed=fixed, heads={2}, count=8)
+    plain = {}
+    for channel in range(graph.count):
+        where = [place for place, lying in places.items() if channel in lying]
+        if where:
+            plain.setdefault((tuple(where), fixed.get(channel)), []).append(channel)
+    sets = graph.sets()
+    assert {(tuple(s.places), s.reason): s.channels for s in sets} == plain
+    assert [s.channels[0] for s in sets] == [0, 2, 3, 6]
+    assert [s.name for s in sets if s.heads] == ["a#2"]
+    assert [s.share for s in sets] == [4 / 15, 7 / 15, 3 / 15, 1 / 15]
+    assert ChannelGraph().sets() == []
 
 
 READS = [None, torch.tensor([2, 0, 3, 1])]

@@ -62,10 +62,13 @@ class Coupled(Grouping):
         vanish and is left out.
         """
         meant = {id(weight.tensor) for weight in weights}
+        # A channel that runs through a layer which is to be left alone must stay.
+        others = {id(m.weight) for m in self.model.modules() if isinstance(m, LAYERS)} - meant if meant else set()
+        named = dict(self.model.named_parameters(remove_duplicate=False))
         units: list[Unit] = []
         for one in self.sets:
-            parts = self._parts(one) if one.reason is None and self._meant(one) else []
-            if parts and all(p.tensor.requires_grad for p in parts) and self._all_of(parts, meant):
+            parts = self._parts(one, named) if one.reason is None and self._meant(one) else []
+            if parts and all(p.tensor.requires_grad and id(p.tensor) not in others for p in parts):
                 units.append(SliceUnit(one.name, parts, count=len(one.channels)))
         if not units:
             raise UserError(
@@ -87,19 +90,13 @@ class Coupled(Grouping):
         reasons = [(why, share) for why, share in self.held().items() if why not in ("network input", "network output")]
         return ": " + "; ".join(f"{share:.0%} stay because {why}" for why, share in reasons[:3]) if reasons else ""
 
-    def _all_of(self, parts: Sequence[Slices], meant: set[int]) -> bool:
-        """A channel that runs through a layer which is to be left alone must stay."""
-        layers = {id(m.weight) for m in self.model.modules() if isinstance(m, LAYERS)}
-        return not meant or all(id(p.tensor) in meant for p in parts if id(p.tensor) in layers)
-
-    def _parts(self, one: ChannelSet) -> list[Slices]:
-        group = torch.full((self._wired.count,), -1)
-        group[torch.tensor(one.channels)] = torch.arange(len(one.channels))
-        named = dict(self.model.named_parameters(remove_duplicate=False))
+    def _parts(self, one: ChannelSet, named: dict[str, nn.Parameter]) -> list[Slices]:
+        channels = torch.tensor(one.channels)  # in rising order
         parts: list[Slices] = []
         for place in one.places:
-            bins = group[self._wired.places[place]]
-            parts += self._slices(place, bins, named)
+            lying = self._wired.places[place]
+            at = torch.searchsorted(channels, lying).clamp(max=len(channels) - 1)
+            parts += self._slices(place, torch.where(channels[at] == lying, at, -1), named)
         return list({(id(p.tensor), p.keep): p for p in reversed(parts)}.values())[::-1]  # shared ones once
 
     def _slices(self, place: Place, bins: Tensor, named: dict[str, nn.Parameter]) -> list[Slices]:
