@@ -14,7 +14,7 @@ from torch.testing import assert_close
 import deephoyer as dh
 from deephoyer.structure.attention import NarrowAttention, opened
 from deephoyer.structure.channels import ChannelGraph
-from deephoyer.structure.equality import Differs, check_modules, module_outputs, same
+from deephoyer.structure.equality import Differs, answers, compare, same
 from deephoyer.structure.fold_constants import fold
 from deephoyer.structure.inputs import random_like
 from deephoyer.structure.joints import Gather, merged
@@ -350,5 +350,18 @@ def test_a_module_that_gives_something_else_is_found_though_outputs_hide_it():
     other = copy.deepcopy(net)
     other[0].weight.data[0] += 1
     same(net, other, x)
+    inside = []
+    before = answers(net, x, inside)
     with pytest.raises(Differs, match="something else in 0"):
-        check_modules(module_outputs(net, x), other, x, {})
+        compare(before, other, x, lambda: net, inside=inside)
+    assert [name for name, _ in inside] == ["0", "1", ""] and compare(before, net, x, lambda: net, inside=inside) == 0
+
+
+def test_answers_are_those_of_a_network_that_nobody_listens_to():
+    """torch's encoder layers have a fused kernel for that."""
+    torch.manual_seed(0)
+    net, x = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval(), torch.randn(2, 3, 8)
+    inside = []
+    before = answers(net, x, inside)
+    assert torch.equal(before[0], answers(net, x)[0]) and "linear1" in dict(inside)
+    assert compare(before, net, x, lambda: net, inside=inside) == 0

@@ -45,8 +45,8 @@ class CannotFollow(UserError):
     """The network's channels can't be worked out; the message names the module."""
 
 
-def follow(model: nn.Module, inputs: Examples, exact: bool = True) -> ChannelGraph:
-    """The channels of a model in eval mode; the model must be a copy, since its numbers are marked."""
+def follow(model: nn.Module, inputs: Examples, exact: bool = True) -> tuple[ChannelGraph, list[Tensor]]:
+    """The channels of a model in eval mode, and its outputs; the model must be a copy, since its numbers are marked."""
     arguments(inputs)
     if (given := tensors_in(inputs)) and not any(t.numel() for t in given):
         raise UserError("example inputs: there is no number in them, so nothing could be compared; give one example.")
@@ -68,13 +68,14 @@ def follow(model: nn.Module, inputs: Examples, exact: bool = True) -> ChannelGra
             ) from why
         finally:
             follower.unhook()  # or what it holds, every tensor on the way, would wait for the garbage collector
-    if not outputs_in(outputs):
+    tensors = outputs_in(outputs)
+    if not tensors:
         raise CannotFollow(
             f"the model gives a {type(outputs).__name__} in which no tensor was found, so nothing could be compared; "
             "outputs may be tensors in tuples, lists, dicts and data classes."
         )
-    follower.n.fix(outputs_in(outputs), "network output")
-    return follower.graph()
+    follower.n.fix(tensors, "network output")
+    return follower.graph(), tensors
 
 
 class Follower(TorchDispatchMode):
