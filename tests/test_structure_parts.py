@@ -14,11 +14,11 @@ from torch.testing import assert_close
 import deephoyer as dh
 from deephoyer.structure.attention import NarrowAttention, opened
 from deephoyer.structure.channels import ChannelGraph
-from deephoyer.structure.equality import Differs, answers, compare, same
+from deephoyer.structure.equality import Differs, answers, compare, error, same
 from deephoyer.structure.fold_constants import fold
 from deephoyer.structure.inputs import random_like
 from deephoyer.structure.joints import Gather, merged
-from deephoyer.structure.layers import CONV, EMBEDDING, LINEAR, TRANSPOSED_CONV, clear, kind_of
+from deephoyer.structure.layers import CONV, EMBEDDING, LINEAR, TRANSPOSED_CONV, clear, filled, kind_of
 from deephoyer.structure.remove import resize
 from deephoyer.structure.shape import describe, reshape_
 from deephoyer.structure.sizes import asked_sizes
@@ -38,6 +38,23 @@ def test_clearing_an_input_of_a_grouped_convolution_leaves_the_others_as_they_we
     clear(layer, CONV, "in", torch.tensor([False, True, False, False]))  # the second of the first group
     assert not layer.weight[:3, 1].any()
     assert torch.equal(layer.weight[:3, 0], before[:3, 0]) and torch.equal(layer.weight[3:], before[3:])
+
+
+def test_what_is_filled_is_what_a_comparison_with_zero_says():
+    weight = torch.tensor([0.0, 0.0, -1.0, float("nan"), -0.0, float("inf")]).repeat(4).view(2, 3, 2, 2)
+    for tensor in (weight, weight[:, :, :, 0], weight[:1], torch.zeros(3, 2), torch.zeros(3, 0), weight[0, 0, 0]):
+        for dim in range(tensor.dim()):
+            plain = [bool((tensor.select(dim, i) != 0).any()) for i in range(tensor.shape[dim])]
+            assert filled(tensor, dim).tolist() == plain
+
+
+def test_the_error_leaves_out_what_is_infinite_in_both_and_is_infinite_otherwise():
+    inf, nan = float("inf"), float("nan")
+    a = torch.tensor([4.0, inf, nan, -inf])
+    assert error(a, a) == 0 and error(a, torch.tensor([3.0, inf, nan, -inf])) == 0.25
+    assert error(a, a.nan_to_num()) == error(torch.zeros(1), torch.tensor([nan])) == inf
+    largest = torch.tensor([1e308], dtype=torch.float64)
+    assert error(largest, -largest) == inf
 
 
 @pytest.mark.parametrize(

@@ -40,12 +40,13 @@ def error(a: Tensor, b: Tensor) -> float:
         return 0.0
     if not (a.is_floating_point() or a.is_complex()):
         return 0.0 if torch.equal(a, b) else float("inf")
-    strange = ~torch.isfinite(a) | ~torch.isfinite(b)
-    if strange.any() and not torch.equal(a[strange].nan_to_num(), b[strange].nan_to_num()):
-        return float("inf")
-    a, b = a.masked_fill(strange, 0), b.masked_fill(strange, 0)
-    scale = a.abs().max().double()
-    gap = (a.double() - b.double()).abs().max()
+    scale, gap = a.abs().max().double(), (a.double() - b.double()).abs().max()
+    if not gap.isfinite():  # infinity or NaN, in either
+        strange = ~torch.isfinite(a) | ~torch.isfinite(b)
+        alike = (a == b) | (a.isnan() & b.isnan())
+        if not strange.any() or not alike[strange].all():
+            return float("inf")
+        return error(a.masked_fill(strange, 0), b.masked_fill(strange, 0))
     return float(gap / scale) if scale > 0 else float(gap)
 
 
