@@ -151,12 +151,13 @@ class ChannelGraph:
         roots = joined.find(nodes)
         known = roots.unique()
         to = torch.searchsorted(known, roots)
+        number = to.tolist()
         return ChannelGraph(
             places={place: to[channels] for place, channels in self.places.items()},
             reads=self.reads,
             writes=self.writes,
-            fixed={int(to[channel]): why for channel, why in self.fixed.items()},
-            heads={int(to[channel]) for channel in self.heads},
+            fixed={number[channel]: why for channel, why in self.fixed.items()},
+            heads={number[channel] for channel in self.heads},
             order=self.order,
             wirings=self.wirings,
             count=len(known),

@@ -23,6 +23,7 @@ from deephoyer.structure.channels import ChannelGraph, ChannelSet, Place
 from deephoyer.structure.equality import Differs, Outputs, all_nan, compare, drawn_answers
 from deephoyer.structure.follow import CannotFollow, follow
 from deephoyer.structure.inputs import one_sample
+from deephoyer.structure.layers import filled
 from deephoyer.structure.remove import alive_outputs, homes_of, remove, replace_tensor, spare_last, tensor_of, zero
 from deephoyer.structure.sizes import Setting, SizeRule, apply_sizes, learn_sizes
 from deephoyer.weights import CONVOLUTIONS, LAYERS, TRANSPOSED, Weight, with_values
@@ -155,7 +156,7 @@ def proven(model: nn.Module, inputs: Examples, exact: bool = True) -> ChannelGra
     woken = _wake(model)
     graph, outputs, inputs = _followed(model, inputs, exact)
     if any(t.is_floating_point() and t.numel() and not t.abs().amax() < 1e6 for t in outputs):
-        for parameter in woken:  # the network is not made for them: in a deep one that was pruned they add up to infinity
+        for parameter in woken:  # for which it is not made: in a deep one that was pruned they add up to infinity
             parameter.detach().zero_()
     tried: set[type[nn.Module]] = set()
     for _ in range(1 + 3 * len(graph.sets())):  # each time a kind of module is updated, or one set at least given up
@@ -235,7 +236,7 @@ def _wake(model: nn.Module) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     homes = homes_of(model)
     woken: list[Tensor] = []
-    for parameter in [p for p in model.parameters() if p.is_floating_point() and not p.any()]:
+    for parameter in [p for p in model.parameters() if p.is_floating_point() and not filled(p.detach(), 0).any()]:
         its = homes[id(parameter)]
         drawn = 0.1 * torch.randn(parameter.shape, generator=generator)
         replace_tensor(its, drawn.to(parameter))
