@@ -13,11 +13,12 @@ from torch.testing import assert_close
 
 import deephoyer as dh
 from deephoyer.structure.attention import NarrowAttention, opened
-from deephoyer.structure.equality import Differs, check_modules, module_outputs, same
+from deephoyer.structure.channels import ChannelGraph
+from deephoyer.structure.equality import Differs, answers, compare, error, same
 from deephoyer.structure.fold_constants import fold
 from deephoyer.structure.inputs import random_like
 from deephoyer.structure.joints import Gather, merged
-from deephoyer.structure.layers import CONV, EMBEDDING, LINEAR, TRANSPOSED_CONV, clear, kind_of
+from deephoyer.structure.layers import CONV, EMBEDDING, LINEAR, TRANSPOSED_CONV, clear, filled, kind_of
 from deephoyer.structure.remove import resize
 from deephoyer.structure.shape import describe, reshape_
 from deephoyer.structure.sizes import asked_sizes
@@ -37,6 +38,23 @@ def test_clearing_an_input_of_a_grouped_convolution_leaves_the_others_as_they_we
     clear(layer, CONV, "in", torch.tensor([False, True, False, False]))  # the second of the first group
     assert not layer.weight[:3, 1].any()
     assert torch.equal(layer.weight[:3, 0], before[:3, 0]) and torch.equal(layer.weight[3:], before[3:])
+
+
+def test_what_is_filled_is_what_a_comparison_with_zero_says():
+    weight = torch.tensor([0.0, 0.0, -1.0, float("nan"), -0.0, float("inf")]).repeat(4).view(2, 3, 2, 2)
+    for tensor in (weight, weight[:, :, :, 0], weight[:1], torch.zeros(3, 2), torch.zeros(3, 0), weight[0, 0, 0]):
+        for dim in range(tensor.dim()):
+            plain = [bool((tensor.select(dim, i) != 0).any()) for i in range(tensor.shape[dim])]
+            assert filled(tensor, dim).tolist() == plain
+
+
+def test_the_error_leaves_out_what_is_infinite_in_both_and_is_infinite_otherwise():
+    inf, nan = float("inf"), float("nan")
+    a = torch.tensor([4.0, inf, nan, -inf])
+    assert error(a, a) == 0 and error(a, torch.tensor([3.0, inf, nan, -inf])) == 0.25
+    assert error(a, a.nan_to_num()) == error(torch.zeros(1), torch.tensor([nan])) == inf
+    largest = torch.tensor([1e308], dtype=torch.float64)
+    assert error(largest, -largest) == inf
 
 
 @pytest.mark.parametrize(
@@ -64,6 +82,23 @@ def test_a_resized_module_says_the_sizes_of_its_tensors():
     grouped.weight = nn.Parameter(grouped.weight.detach()[:4, :1])
     resize(grouped)
     assert (grouped.in_channels, grouped.out_channels) == (2, 4)
+
+
+def test_sets_of_channels_are_what_looking_at_each_channel_by_itself_gives():
+    places = {("a.weight", 0): [0, 1, 2, 3, 4], ("a.bias", 0): [0, 1, 2, 3, 4], ("b.weight", 1): [2, 2, 3, 4, 6]}
+    fixed = {3: "network input", 6: "network output", 7: "lies nowhere"}
+    graph = ChannelGraph({p: torch.tensor(c) for p, c in places.items()}, fixed=fixed, heads={2}, count=8)
+    plain = {}
+    for channel in range(graph.count):
+        where = [place for place, lying in places.items() if channel in lying]
+        if where:
+            plain.setdefault((tuple(where), fixed.get(channel)), []).append(channel)
+    sets = graph.sets()
+    assert {(tuple(s.places), s.reason): s.channels for s in sets} == plain
+    assert [s.channels[0] for s in sets] == [0, 2, 3, 6]
+    assert [s.name for s in sets if s.heads] == ["a#2"]
+    assert [s.share for s in sets] == [4 / 15, 7 / 15, 3 / 15, 1 / 15]
+    assert ChannelGraph().sets() == []
 
 
 READS = [None, torch.tensor([2, 0, 3, 1])]
@@ -332,5 +367,18 @@ def test_a_module_that_gives_something_else_is_found_though_outputs_hide_it():
     other = copy.deepcopy(net)
     other[0].weight.data[0] += 1
     same(net, other, x)
+    inside = []
+    before = answers(net, x, inside)
     with pytest.raises(Differs, match="something else in 0"):
-        check_modules(module_outputs(net, x), other, x, {})
+        compare(before, other, x, lambda: net, inside=inside)
+    assert [name for name, _ in inside] == ["0", "1", ""] and compare(before, net, x, lambda: net, inside=inside) == 0
+
+
+def test_answers_are_those_of_a_network_that_nobody_listens_to():
+    """torch's encoder layers have a fused kernel for that."""
+    torch.manual_seed(0)
+    net, x = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval(), torch.randn(2, 3, 8)
+    inside = []
+    before = answers(net, x, inside)
+    assert torch.equal(before[0], answers(net, x)[0]) and "linear1" in dict(inside)
+    assert compare(before, net, x, lambda: net, inside=inside) == 0

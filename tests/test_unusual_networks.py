@@ -338,6 +338,21 @@ def test_layers_that_share_a_bias_lose_the_same_outputs():
     assert small.a.bias is small.b.bias and small.a.out_features == 4 and largest_gap(net(x), small(x)) < 1e-12
 
 
+def test_neurons_of_torchs_encoder_go_where_padded_tokens_are_left_out():
+    """It makes nested tensors of them, which have no shape."""
+    torch.manual_seed(0)
+    net = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2).double().eval()
+    padded = torch.tensor([[False] * 3, [False, True, True]])
+    x = {"src": torch.randn(2, 3, 8, dtype=torch.float64), "src_key_padding_mask": padded}
+    neurons = dh.Neurons(net, x)
+    assert [unit.count for unit in neurons.units()] == [16, 16]
+    net.layers[0].linear1.weight.data[:4] = 0
+    net.layers[0].linear1.bias.data[:4] = 0
+    small = dh.compact(net, x, groups=neurons)
+    assert [layer.linear1.out_features for layer in small.layers] == [12, 16]
+    assert same(net, small, x) < 1e-12
+
+
 def test_a_head_of_zeros_does_not_hide_that_a_width_is_written_into_the_network():
     def forward(net, x):
         h = F.relu(net.a(x))

@@ -151,12 +151,13 @@ class ChannelGraph:
         roots = joined.find(nodes)
         known = roots.unique()
         to = torch.searchsorted(known, roots)
+        number = to.tolist()
         return ChannelGraph(
             places={place: to[channels] for place, channels in self.places.items()},
             reads=self.reads,
             writes=self.writes,
-            fixed={int(to[channel]): why for channel, why in self.fixed.items()},
-            heads={int(to[channel]) for channel in self.heads},
+            fixed={number[channel]: why for channel, why in self.fixed.items()},
+            heads={number[channel] for channel in self.heads},
             order=self.order,
             wirings=self.wirings,
             count=len(known),
@@ -164,25 +165,27 @@ class ChannelGraph:
 
     def sets(self) -> list[ChannelSet]:
         """The channels by where they lie, in the order of the network; fixed ones in sets of their own."""
-        lies: dict[int, list[int]] = {}
-        places = list(self.places)
-        often = np.zeros(self.count, dtype=np.int64)
-        for number, place in enumerate(places):
-            channels = self.places[place].numpy()
-            often += np.bincount(channels, minlength=self.count)
-            for channel in np.unique(channels).tolist():
-                lies.setdefault(channel, []).append(number)
-        found: dict[tuple[tuple[int, ...], str | None], ChannelSet] = {}
-        for channel in sorted(lies):
-            key = (tuple(lies[channel]), self.fixed.get(channel))
-            if key not in found:
-                where = [places[i] for i in lies[channel]]
-                found[key] = ChannelSet(self._name(where), [], where, key[1], channel in self.heads)
-            found[key].channels.append(channel)
-        total = max(1, int(often.sum()))
-        for one in found.values():
-            one.share = int(often[one.channels].sum()) / total
-        return _distinct(list(found.values()))
+        where: list[list[Place]] = [[]]
+        alike = np.zeros(self.count, dtype=np.int64)  # a number for each channel: where it lies, of the places so far
+        for place, lying in self.places.items():
+            channels = np.unique(lying.numpy())
+            before, which = np.unique(alike[channels], return_inverse=True)
+            alike[channels] = len(where) + which
+            where += [[*where[number], place] for number in before]
+        reasons = [None, *dict.fromkeys(self.fixed.values())]
+        number_of = {why: number for number, why in enumerate(reasons)}
+        why = np.zeros(self.count, dtype=np.int64)
+        why[list(self.fixed)] = [number_of[reason] for reason in self.fixed.values()]
+        often = np.bincount(np.concatenate([why[:0], *(its.numpy() for its in self.places.values())]))
+        order = np.lexsort((why, alike))
+        ends = np.flatnonzero(np.diff(alike[order]) | np.diff(why[order])) + 1
+        sets = []
+        for channels in sorted(np.split(order, ends) if self.count else [], key=lambda its: int(its[0])):
+            if places := where[alike[channels[0]]]:
+                share = int(often[channels].sum()) / int(often.sum())
+                reason, heads = reasons[why[channels[0]]], int(channels[0]) in self.heads
+                sets.append(ChannelSet(self._name(places), channels.tolist(), places, reason, heads, share))
+        return _distinct(sets)
 
     def _name(self, places: list[Place]) -> str:
         """A set is called after the first layer that writes it, or else after what reads it."""

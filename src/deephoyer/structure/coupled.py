@@ -20,9 +20,10 @@ from deephoyer.errors import UserError, true_or_false
 from deephoyer.groups import Grouping, Slices, SliceUnit, Unit
 from deephoyer.inference import Examples, call, outside_inference_mode, plain_attention
 from deephoyer.structure.channels import ChannelGraph, ChannelSet, Place
-from deephoyer.structure.equality import Differs, all_nan, check_modules, compare, drawn_answers, module_outputs
+from deephoyer.structure.equality import Differs, Outputs, all_nan, compare, drawn_answers
 from deephoyer.structure.follow import CannotFollow, follow
-from deephoyer.structure.inputs import one_sample, outputs_in
+from deephoyer.structure.inputs import one_sample
+from deephoyer.structure.layers import filled
 from deephoyer.structure.remove import alive_outputs, homes_of, remove, replace_tensor, spare_last, tensor_of, zero
 from deephoyer.structure.sizes import Setting, SizeRule, apply_sizes, learn_sizes
 from deephoyer.weights import CONVOLUTIONS, LAYERS, TRANSPOSED, Weight, with_values
@@ -62,10 +63,13 @@ class Coupled(Grouping):
         vanish and is left out.
         """
         meant = {id(weight.tensor) for weight in weights}
+        # A channel that runs through a layer which is to be left alone must stay.
+        others = {id(m.weight) for m in self.model.modules() if isinstance(m, LAYERS)} - meant if meant else set()
+        named = dict(self.model.named_parameters(remove_duplicate=False))
         units: list[Unit] = []
         for one in self.sets:
-            parts = self._parts(one) if one.reason is None and self._meant(one) else []
-            if parts and all(p.tensor.requires_grad for p in parts) and self._all_of(parts, meant):
+            parts = self._parts(one, named) if one.reason is None and self._meant(one) else []
+            if parts and all(p.tensor.requires_grad and id(p.tensor) not in others for p in parts):
                 units.append(SliceUnit(one.name, parts, count=len(one.channels)))
         if not units:
             raise UserError(
@@ -87,19 +91,13 @@ class Coupled(Grouping):
         reasons = [(why, share) for why, share in self.held().items() if why not in ("network input", "network output")]
         return ": " + "; ".join(f"{share:.0%} stay because {why}" for why, share in reasons[:3]) if reasons else ""
 
-    def _all_of(self, parts: Sequence[Slices], meant: set[int]) -> bool:
-        """A channel that runs through a layer which is to be left alone must stay."""
-        layers = {id(m.weight) for m in self.model.modules() if isinstance(m, LAYERS)}
-        return not meant or all(id(p.tensor) in meant for p in parts if id(p.tensor) in layers)
-
-    def _parts(self, one: ChannelSet) -> list[Slices]:
-        group = torch.full((self._wired.count,), -1)
-        group[torch.tensor(one.channels)] = torch.arange(len(one.channels))
-        named = dict(self.model.named_parameters(remove_duplicate=False))
+    def _parts(self, one: ChannelSet, named: dict[str, nn.Parameter]) -> list[Slices]:
+        channels = torch.tensor(one.channels)  # in rising order
         parts: list[Slices] = []
         for place in one.places:
-            bins = group[self._wired.places[place]]
-            parts += self._slices(place, bins, named)
+            lying = self._wired.places[place]
+            at = torch.searchsorted(channels, lying).clamp(max=len(channels) - 1)
+            parts += self._slices(place, torch.where(channels[at] == lying, at, -1), named)
         return list({(id(p.tensor), p.keep): p for p in reversed(parts)}.values())[::-1]  # shared ones once
 
     def _slices(self, place: Place, bins: Tensor, named: dict[str, nn.Parameter]) -> list[Slices]:
@@ -154,8 +152,12 @@ def _is_matrix(model: nn.Module, name: str) -> bool:
 @outside_inference_mode
 def proven(model: nn.Module, inputs: Examples, exact: bool = True) -> ChannelGraph:
     """The channel graph of a model, less what a trial removal shows to be wrong."""
-    graph, inputs = _followed(model, inputs, exact)
-    model = _awake(shared_copy(model), inputs)
+    model = shared_copy(model)
+    woken = _wake(model)
+    graph, outputs, inputs = _followed(model, inputs, exact)
+    if any(t.is_floating_point() and t.numel() and not t.abs().amax() < 1e6 for t in outputs):
+        for parameter in woken:  # for which it is not made: in a deep one that was pruned they add up to infinity
+            parameter.detach().zero_()
     tried: set[type[nn.Module]] = set()
     for _ in range(1 + 3 * len(graph.sets())):  # each time a kind of module is updated, or one set at least given up
         free = [one for one in graph.sets() if one.reason is None]
@@ -168,13 +170,13 @@ def proven(model: nn.Module, inputs: Examples, exact: bool = True) -> ChannelGra
     raise CannotFollow("coupled: the model's channels can't be worked out; give an inner module instead.")
 
 
-def _followed(model: nn.Module, inputs: Examples, exact: bool) -> tuple[ChannelGraph, Examples]:
+def _followed(model: nn.Module, inputs: Examples, exact: bool) -> tuple[ChannelGraph, list[Tensor], Examples]:
     """The graph by one sample, where the model takes one; else by the inputs (the first sizes of some are no batch)."""
     sample = one_sample(inputs)
     if sample is not inputs:
         with suppress(CannotFollow):
-            return follow(shared_copy(model), sample, exact=exact), sample
-    return follow(shared_copy(model), inputs, exact=exact), inputs
+            return *follow(shared_copy(model), sample, exact=exact), sample
+    return *follow(shared_copy(model), inputs, exact=exact), inputs
 
 
 def clean_copy(model: nn.Module) -> nn.Module:
@@ -212,8 +214,8 @@ def _try(model: nn.Module, graph: ChannelGraph, sets: list[ChannelSet], inputs: 
         return big
 
     small = zeroed()
-    drawn, before = drawn_answers(small, inputs, 1)
-    inside = module_outputs(small, drawn) if learn and graph.exact else []
+    inside: Outputs | None = [] if learn and graph.exact else None
+    drawn, before = drawn_answers(small, inputs, 1, inside)
     if all_nan(before):
         raise UserError("the model gives nothing but NaN, so there is nothing to compare.")
     remove(small, graph, dead)  # from the same copy: a large network is there twice, not three times
@@ -221,8 +223,7 @@ def _try(model: nn.Module, graph: ChannelGraph, sets: list[ChannelSet], inputs: 
         graph.sizes |= _learnt(small, graph, dead, inputs)
         apply_sizes(small, graph.sizes, graph.calls, dead)
     alive = alive_outputs(model, graph, dead, dead)
-    compare(before, small, drawn, zeroed, alive, graph.exact, graph.rounding)
-    check_modules(inside, small, drawn, alive, graph.rounding)
+    compare(before, small, drawn, zeroed, alive, graph.exact, graph.rounding, inside)
 
 
 def _learnt(small: nn.Module, graph: ChannelGraph, dead: Tensor, inputs: Examples) -> set[SizeRule]:
@@ -230,22 +231,17 @@ def _learnt(small: nn.Module, graph: ChannelGraph, dead: Tensor, inputs: Example
         return learn_sizes(small, graph.calls, dead, lambda: call(small, inputs), graph.updated)
 
 
-def _awake(model: nn.Module, inputs: Examples) -> nn.Module:
-    """Numbers for parameters that are nothing but zeros (a head before training): they would hide all before them.
-
-    Not where the network is not made for them: in a deep one that has been pruned they add up to infinity.
-    """
+def _wake(model: nn.Module) -> list[Tensor]:
+    """Numbers for parameters that are nothing but zeros (a head before training): they would hide all before them."""
     generator = torch.Generator().manual_seed(0)
     homes = homes_of(model)
-    asleep = [p for p in model.parameters() if p.is_floating_point() and not p.any()]
-    for parameter in asleep:
+    woken: list[Tensor] = []
+    for parameter in [p for p in model.parameters() if p.is_floating_point() and not filled(p.detach(), 0).any()]:
+        its = homes[id(parameter)]
         drawn = 0.1 * torch.randn(parameter.shape, generator=generator)
-        replace_tensor(homes[id(parameter)], drawn.to(parameter))
-    with torch.no_grad():
-        if asleep and any(t.is_floating_point() and not t.abs().amax() < 1e6 for t in outputs_in(call(model, inputs))):
-            for parameter in asleep:
-                getattr(*homes[id(parameter)][0]).zero_()
-    return model
+        replace_tensor(its, drawn.to(parameter))
+        woken.append(getattr(*its[0]))
+    return woken
 
 
 def _update(model: nn.Module, graph: ChannelGraph, name: str, tried: set[type[nn.Module]]) -> bool:

@@ -6,7 +6,7 @@ Knows nothing of why they should.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -40,12 +40,13 @@ def error(a: Tensor, b: Tensor) -> float:
         return 0.0
     if not (a.is_floating_point() or a.is_complex()):
         return 0.0 if torch.equal(a, b) else float("inf")
-    strange = ~torch.isfinite(a) | ~torch.isfinite(b)
-    if strange.any() and not torch.equal(a[strange].nan_to_num(), b[strange].nan_to_num()):
-        return float("inf")
-    a, b = a.masked_fill(strange, 0), b.masked_fill(strange, 0)
-    scale = a.abs().max().double()
-    gap = (a.double() - b.double()).abs().max()
+    scale, gap = a.abs().max().double(), (a.double() - b.double()).abs().max()
+    if not gap.isfinite():  # infinity or NaN, in either
+        strange = ~torch.isfinite(a) | ~torch.isfinite(b)
+        alike = (a == b) | (a.isnan() & b.isnan())
+        if not strange.any() or not alike[strange].all():
+            return float("inf")
+        return error(a.masked_fill(strange, 0), b.masked_fill(strange, 0))
     return float(gap / scale) if scale > 0 else float(gap)
 
 
@@ -55,15 +56,6 @@ def tolerance(*tensors: Tensor) -> float:
 
 Matter = dict[str, tuple[Tensor, Tensor]]
 Outputs = list[tuple[str, Tensor]]
-
-
-def check_modules(
-    before: Outputs, small: nn.Module, inputs: Examples, matter: Matter, rounding: torch.dtype = torch.float64
-) -> None:
-    """Raises `Differs` if a module gives clearly something else, even if little of it reaches the outputs."""
-    with torch.no_grad(), _full_precision():
-        if name := first_difference(before, small, inputs, matter, TOLERANCE.get(rounding, 1.0), MISTAKE):
-            raise Differs(f"the smaller network gives something else in {name}.", name)
 
 
 def same(
@@ -87,18 +79,26 @@ def same(
     return max(gap or 0.0 for gap in compared)
 
 
-def answers(model: nn.Module, inputs: Examples) -> list[Tensor]:
-    """A network's outputs, in full precision."""
+def answers(model: nn.Module, inputs: Examples, inside: Outputs | None = None) -> list[Tensor]:
+    """A network's outputs, in full precision; what each module gives goes into `inside`, in the order of the calls."""
     with torch.no_grad(), _full_precision():
+        if inside is not None:
+            inside.clear()
+            with listening(model, lambda name, tensor: inside.append((name, tensor.clone()))):
+                outputs = outputs_in(call(model, inputs))
+            if not listening_changes(model):
+                return outputs
         return outputs_in(call(model, inputs))
 
 
-def drawn_answers(model: nn.Module, inputs: Examples, seed: int) -> tuple[Examples, list[Tensor]]:
-    """Random examples like these and a network's outputs for them; the inputs themselves where it takes no others."""
+def drawn_answers(
+    model: nn.Module, inputs: Examples, seed: int, inside: Outputs | None = None
+) -> tuple[Examples, list[Tensor]]:
+    """Random examples like these and a network's answers to them; the inputs themselves where it takes no others."""
     for drawn in drawn_like(inputs, seed):
         with suppress(Exception):
-            return drawn, answers(model, drawn)
-    return inputs, answers(model, inputs)
+            return drawn, answers(model, drawn, inside)
+    return inputs, answers(model, inputs, inside)
 
 
 def compare(
@@ -109,29 +109,40 @@ def compare(
     matter: Matter | None = None,
     exact: bool = True,
     rounding: torch.dtype = torch.float64,
+    inside: Outputs | None = None,
 ) -> float | None:
     """The largest relative error of a smaller network; None where there was nothing but NaN before.
 
     The larger one, whose answers these are, is asked for only where they differ, or are empty: of a detector that
-    finds nothing, what its modules give is compared.
+    finds nothing, what its modules give is compared. Where `inside` says what they gave, none may give clearly
+    something else, even if little of it reaches the outputs.
     """
+    matter = matter or {}
     with torch.no_grad(), _full_precision():
-        worst = _worst(before, outputs_in(_run(small, inputs)))
+        beside = Beside(inside or [], small, matter, TOLERANCE.get(rounding, 1.0), MISTAKE)
+        apart = not inside or listening_changes(small)
+        with nullcontext() if apart else listening(small, beside.hear):
+            worst = _worst(before, outputs_in(_run(small, inputs)))
         limit = max([TOLERANCE.get(rounding, 0.0), *(tolerance(t) for t in before)])
         if exact and not any(t.numel() for t in before):
-            if name := first_difference(module_outputs(big(), inputs), small, inputs, matter or {}):
+            if name := first_difference(module_outputs(big(), inputs), small, inputs, matter):
                 raise Differs(f"the smaller network gives something else from {name} on.", name)
             return worst
         if worst > limit and (exact or worst == float("inf")):
             larger = big()
             if (chosen := but_for_ties(larger, small, inputs, limit)) > limit:
-                name = first_difference(module_outputs(larger, inputs), small, inputs, matter or {})
+                name = first_difference(module_outputs(larger, inputs), small, inputs, matter)
                 raise Differs(
                     f"the smaller network's outputs differ by {worst:.1e} of their scale; "
                     f"the difference began at {name or 'the output'}.",
                     name,
                 )
             worst = chosen
+        if inside and apart:
+            with listening(small, beside.hear):
+                call(small, inputs)
+        if beside.first:
+            raise Differs(f"the smaller network gives something else in {beside.first}.", beside.first)
     return None if all_nan(before) else worst
 
 
@@ -203,45 +214,71 @@ def _where_it_fails(model: nn.Module, inputs: Examples) -> str:
     return ""
 
 
-def first_difference(
-    before: Outputs, small: nn.Module, inputs: Examples, matter: Matter, limit: float = 0.0, times: int = 1
-) -> str:
-    """The first module, in the order of the calls, whose outputs differ in the channels that both have.
-
-    By more than so many times rounding, or the `limit`, of their own scale.
-    """
-    theirs: dict[str, list[Tensor]] = {}
-    for name, tensor in module_outputs(small, inputs):
-        theirs.setdefault(name, []).append(tensor)
-    for name, tensor in before:  # a module may be called several times
-        if not theirs.get(name):
-            continue
-        other = theirs[name].pop(0)
-        module = small.get_submodule(name)
-        kind = kind_of(module)
-        if name in matter and kind is not None:
-            dim = channel_dim(module, kind)
-            tensor = tensor.index_select(dim, matter[name][0].to(tensor.device))
-            other = other.index_select(dim, matter[name][1].to(other.device))
-        if other.shape == tensor.shape and error(tensor, other) > times * max(limit, tolerance(tensor)):
-            return name
-    return ""
+def first_difference(before: Outputs, small: nn.Module, inputs: Examples, matter: Matter) -> str:
+    """The first module whose outputs differ; empty where it is none, or the model itself."""
+    beside = Beside(before, small, matter)
+    with listening(small, beside.hear):
+        call(small, inputs)
+    return beside.first
 
 
 def module_outputs(model: nn.Module, inputs: Examples) -> Outputs:
     """What each module gives, in the order of the calls."""
     seen: Outputs = []
+    answers(model, inputs, seen)
+    return seen
+
+
+class Beside:
+    """Compares what each module of a smaller network gives, as it gives it, with what it gave in the larger one.
+
+    In the channels that both have, and by more than so many times rounding, or the `limit`, of their own scale.
+    """
+
+    def __init__(self, before: Outputs, small: nn.Module, matter: Matter, limit: float = 0.0, times: int = 1) -> None:
+        self._left: dict[str, list[tuple[int, Tensor]]] = {}
+        for number, (name, tensor) in reversed([*enumerate(before)]):  # a module may be called several times
+            self._left.setdefault(name, []).append((number, tensor))
+        self._modules, self._matter, self._limit, self._times = dict(small.named_modules()), matter, limit, times
+        self._differ: list[tuple[int, str]] = []
+
+    @property
+    def first(self) -> str:
+        """The first module, in the order of the larger network's calls, that gives something else; empty for none."""
+        return min(self._differ, default=(0, ""))[1]
+
+    def hear(self, name: str, other: Tensor) -> None:
+        if not self._left.get(name):
+            return
+        number, tensor = self._left[name].pop()
+        kind = kind_of(self._modules[name])
+        if name in self._matter and kind is not None:
+            dim = channel_dim(self._modules[name], kind)
+            mine, theirs = (index.to(other.device) for index in self._matter[name])
+            tensor, other = tensor.index_select(dim, mine), other.index_select(dim, theirs)
+        if other.shape == tensor.shape and error(tensor, other) > self._times * max(self._limit, tolerance(tensor)):
+            self._differ.append((number, name))
+
+
+@contextmanager
+def listening(model: nn.Module, hear: Callable[[str, Tensor], None]) -> Iterator[None]:
+    """Hands what each module gives to `hear`, in the order of the calls."""
     hooks = []
     for name, module in model.named_modules():
 
-        def keep(module: nn.Module, args: Any, output: Any, name: str = name) -> None:
-            seen.extend((name, t.clone()) for t in tensors_in(output)[:1])
+        def heard(module: nn.Module, args: Any, output: Any, name: str = name) -> None:
+            for tensor in tensors_in(output)[:1]:
+                if not tensor.is_nested:  # padded tokens left out, as torch's encoder does: it has no shape
+                    hear(name, tensor)
 
-        hooks.append(module.register_forward_hook(keep))
+        hooks.append(module.register_forward_hook(heard))
     try:
-        with torch.no_grad():
-            call(model, inputs)
+        yield
     finally:
         for hook in hooks:
             hook.remove()
-    return seen
+
+
+def listening_changes(model: nn.Module) -> bool:
+    """Whether it takes another way while somebody listens: torch's encoder layers leave their fused kernel."""
+    return any(isinstance(module, nn.TransformerEncoderLayer) for module in model.modules())

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deephoyer.inference import Examples, call
+from deephoyer.inference import Examples, call, plain_attention
 from deephoyer.structure.inputs import drawn_like, random_like, tensors_in
 from deephoyer.structure.layers import (
     CONV,
@@ -50,7 +50,7 @@ def fold(model: nn.Module, inputs: Examples) -> Folded:
     """Folds constants into the layers of a model in eval mode, which is changed in place."""
     result = Folded()
     witness = _Witness(model)
-    with torch.no_grad():
+    with torch.no_grad(), plain_attention:
         witness.run(inputs)
         for seed, scale in ((3, 1.0), (5, LARGE), (5, -LARGE)):
             for drawn in drawn_like(inputs, seed, scale):

@@ -45,8 +45,8 @@ class CannotFollow(UserError):
     """The network's channels can't be worked out; the message names the module."""
 
 
-def follow(model: nn.Module, inputs: Examples, exact: bool = True) -> ChannelGraph:
-    """The channels of a model in eval mode; the model must be a copy, since its numbers are marked."""
+def follow(model: nn.Module, inputs: Examples, exact: bool = True) -> tuple[ChannelGraph, list[Tensor]]:
+    """The channels of a model in eval mode, and its outputs; the model must be a copy, since its numbers are marked."""
     arguments(inputs)
     if (given := tensors_in(inputs)) and not any(t.numel() for t in given):
         raise UserError("example inputs: there is no number in them, so nothing could be compared; give one example.")
@@ -68,13 +68,14 @@ def follow(model: nn.Module, inputs: Examples, exact: bool = True) -> ChannelGra
             ) from why
         finally:
             follower.unhook()  # or what it holds, every tensor on the way, would wait for the garbage collector
-    if not outputs_in(outputs):
+    tensors = outputs_in(outputs)
+    if not tensors:
         raise CannotFollow(
             f"the model gives a {type(outputs).__name__} in which no tensor was found, so nothing could be compared; "
             "outputs may be tensors in tuples, lists, dicts and data classes."
         )
-    follower.n.fix(outputs_in(outputs), "network output")
-    return follower.graph()
+    follower.n.fix(tensors, "network output")
+    return follower.graph(), tensors
 
 
 class Follower(TorchDispatchMode):
@@ -188,7 +189,6 @@ class Follower(TorchDispatchMode):
         axes = n.along(x, norm.dim)
         if axes:
             self._norms.setdefault(name, (norm, n.line(axes[0], norm.dim)))
-        n.rounding = max(n.rounding, _inside(module, x), key=lambda dtype: torch.finfo(dtype).eps)
         shape = [-1 if d == norm.dim % x.dim() else 1 for d in range(x.dim())]
         own = [p for p in module._parameters.values() if p is not None]
         parts = [(x.shape, n.of(x)), *((p.view(shape).shape, [a.view(shape) for a in n.of(p)]) for p in own)]
@@ -228,7 +228,9 @@ class Follower(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._asleep:
-            return func(*args, **kwargs)
+            out = func(*args, **kwargs)
+            self._note_rounding(tensors_in(out))
+            return out
         self._note_branches(func, args)
         module = self._stack[-1] if self._stack else ""
         op = Operation(func, args, kwargs, func(*args, **kwargs), self.where(), lambda size: self._heads(module, size))
@@ -245,9 +247,7 @@ class Follower(TorchDispatchMode):
             if id(tensor) not in self._whole and not tensor.is_floating_point() and not n.is_discrete(tensor):
                 n.set_constant(tensor)  # a list in an index, of which no operation was seen
         self._whole.update((id(t), t) for t in op.outs if not t.is_floating_point())
-        for tensor in op.outs:
-            if tensor.is_floating_point() and torch.finfo(tensor.dtype).eps > torch.finfo(n.rounding).eps:
-                n.rounding = tensor.dtype
+        self._note_rounding(op.outs)
         weight = op.name.rstrip("_") in LAYS_OUT and all(n.is_weight(t) for t in op.given[:1])
         if all(n.is_constant(t) for t in op.given) and "rand" not in op.name and op.name != "empty":
             for tensor in op.outs:
@@ -295,6 +295,12 @@ class Follower(TorchDispatchMode):
         module = self._stack[-1] if self._stack else ""
         self._branching.setdefault(module, f"{self.where()} decides by the values of a tensor")
 
+    def _note_rounding(self, tensors: list[Tensor]) -> None:
+        """The coarsest type on the way: Hugging Face's norms compute in float32, whatever they are given."""
+        for tensor in tensors:
+            if tensor.is_floating_point() and torch.finfo(tensor.dtype).eps > torch.finfo(self.n.rounding).eps:
+                self.n.rounding = tensor.dtype
+
     def _note(self, module: str, op: Operation) -> None:
         """Which channels a module's own operations see, for when its sizes prove to be fixed."""
         seen = self._seen.setdefault(module, [])
@@ -322,7 +328,8 @@ class Follower(TorchDispatchMode):
         def channels(axes: list[Tensor]) -> set[int]:
             if not axes:
                 return set()
-            its = torch.unique(find(torch.cat([a.flatten() for a in {id(a): a for a in axes}.values()])))
+            once = {(a.data_ptr(), a.shape, a.stride()): a for a in axes}  # most are views of the same few
+            its = torch.unique(find(torch.cat([a.flatten() for a in once.values()])))
             at = torch.searchsorted(known, its).clamp(max=len(known) - 1) if len(known) else its[:0]
             return set(at[known[at] == its].tolist()) if len(known) else set()
 
@@ -364,21 +371,6 @@ class Follower(TorchDispatchMode):
         for out, source in zip(places[name, OUT].tolist(), module.source, strict=True):
             if source >= 0:
                 yield int(places[name, IN][source]), out
-
-
-def _inside(module: nn.Module, x: Tensor) -> torch.dtype:
-    """The coarsest type that a norm computes in: Hugging Face's do it in float32, whatever they are given."""
-    types = [x.dtype]
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types_: Any, args: Any = (), kwargs: Any = None) -> Any:
-            out = func(*args, **(kwargs or {}))
-            types.extend(t.dtype for t in tensors_in(out) if t.is_floating_point())
-            return out
-
-    with Watch():
-        type(module).forward(module, x)
-    return max(types, key=lambda dtype: torch.finfo(dtype).eps)
 
 
 def rule_of(op: Operation) -> Rule:

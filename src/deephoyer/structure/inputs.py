@@ -17,6 +17,8 @@ REMEMBERED = ("past_key_values", "mems", "state", "encoder_past_key_values")
 
 def tensors_in(tree: Any) -> list[Tensor]:
     """All tensors in a nest of dicts, lists, tuples and data classes, in a fixed order."""
+    if isinstance(tree, Tensor):
+        return [tree]
     found: list[Tensor] = []
     for leaf in pytree.tree_leaves(tree):
         if isinstance(leaf, Tensor):

@@ -97,7 +97,26 @@ def nonzero(module: nn.Module, kind: LayerKind, side: str) -> Tensor:
     weight = module.weight
     assert isinstance(weight, Tensor)
     moved = place(module, kind, side, weight.detach(), kind.tensors(side)["weight"])
-    return (moved != 0).flatten(1).any(1)
+    return filled(moved, 0)
+
+
+def filled(tensor: Tensor, dim: int) -> Tensor:
+    """For each index along a dimension, whether the tensor has anything but zeros there.
+
+    By the largest and the smallest number: nothing of the tensor's size is made.
+
+    >>> filled(torch.tensor([[0.0, 2.0], [0.0, -1.0]]), 1)
+    tensor([False,  True])
+    """
+    if not tensor.numel():
+        return torch.zeros(tensor.shape[dim], dtype=torch.bool, device=tensor.device)
+    high = low = tensor
+    if dim:
+        before = tuple(range(dim))
+        high, low = high.amax(before), low.amin(before)
+    if high.dim() > 1:
+        high, low = high.flatten(1).amax(1), low.flatten(1).amin(1)
+    return (high != 0) | (low != 0)
 
 
 def clear(module: nn.Module, kind: LayerKind, side: str, gone: Tensor) -> None:

@@ -246,15 +246,17 @@ def learn_sizes(
     """
     rules: set[SizeRule] = set()
     counter = CallCounter()
+    changed = {call: left for call, known in calls.items() if (left := known.expected(dead)) != known.sizes}
+    if not changed:
+        return rules
 
     def do(func: Any, args: Any, kwargs: Any, asked: list[int]) -> Any:
         call = counter.next()
-        known = calls.get(call)
-        if known is None or len(known.asked) != len(asked):
+        known, expected = calls.get(call), changed.get(call)
+        if known is None or expected is None or len(expected) != len(asked):
             return func(*args, **kwargs)
-        expected = known.expected(dead)
         wrong = [i for i, (size, left) in enumerate(zip(asked, expected, strict=True)) if size not in (left, -1)]
-        if not wrong or expected == known.sizes:
+        if not wrong:
             return func(*args, **kwargs)
         for i in wrong:
             setting = known.asked[i]
