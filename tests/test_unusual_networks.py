@@ -365,6 +365,8 @@ def test_any_number_of_blocks_may_have_a_size_written_into_them():
 
 def test_outputs_in_which_no_tensor_is_found_are_refused():
     class Answer:
+        __slots__ = ("logits",)
+
         def __init__(self, logits):
             self.logits = logits
 
@@ -628,3 +630,92 @@ def test_a_wrapped_network_is_grouped_compacted_and_stored_like_the_one_inside(w
     assert type(small) is nn.Sequential and small[0].out_features == 4
     with pytest.raises(dh.UserError, match="must be a `Coupled`"):
         dh.compact(net, x, groups="coupled")
+
+
+# What ordinary training code has around a network.
+
+
+class Result:
+    """Neither a tuple nor a data class."""
+
+    def __init__(self, **values):
+        vars(self).update(values)
+
+
+def half_of(net, x, **more):
+    """The network with half of its channels zero, and the smaller one."""
+    groups = dh.Coupled(net, x, **more)
+    dh.prune(net, dh.Density(0.5), groups=groups)
+    return dh.compact(net, x, groups=groups, **more)
+
+
+def test_tensors_in_an_object_of_any_class_are_outputs_of_the_network():
+    def forward(net, x):
+        h = net.a(x).relu()
+        return Result(aux=Result(map=[net.c(h)])), net.b(h)
+
+    net, x = Net(forward, **linears(a=(6, 8), b=(8, 2), c=(8, 12))), numbers(3, 6)
+    small = half_of(net, x)
+    assert small.c.out_features == 12 and small.a.out_features < 8
+    assert torch.allclose(net(x)[0].aux.map[0], small(x)[0].aux.map[0])
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_recurrent_layers_of_single_precision_lose_channels_too(kind):
+    def forward(net, x):
+        return net.head(net.layer(x)[0][:, -1])
+
+    net, x = Net(forward, layer=kind(6, 16, batch_first=True), head=nn.Linear(16, 3)), torch.randn(2, 5, 6)
+    small = half_of(net, x)
+    assert small.layer.hidden_size == 8 and torch.allclose(net(x), small(x), atol=1e-6)
+
+
+def test_compaction_within_autocast_compares_in_full_precision():
+    net, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4)), torch.randn(8, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        small = half_of(net, x)
+    assert small[0].out_features < 64 and compact_report(small).error < 1e-5
+
+
+def test_a_network_that_keeps_what_it_computed_last_is_compacted():
+    def forward(net, x):
+        net.seen = {"hidden": [net.a(x)]}
+        return net.b(net.seen["hidden"][0].relu())
+
+    net, x = Net(forward, **linears(a=(6, 8), b=(8, 2))), numbers(3, 6)
+    net(x)  # with gradients, which copy.deepcopy refuses
+    assert half_of(net, x).a.out_features < 8
+
+
+def test_examples_may_lie_in_a_dict_that_is_one_argument():
+    def forward(net, batch):
+        return {"logits": net.b(net.a(batch["table"]).relu())}
+
+    net, x = Net(forward, **linears(a=(6, 8), b=(8, 2))), ({"table": numbers(4, 6), "names": ["a", "b"]},)
+    small = half_of(net, x)
+    total = dh.summary(small, x, baseline=net, seconds=0.01).total
+    assert total.macs_executed == small.a.weight.numel() + small.b.weight.numel()
+
+
+def test_a_graph_with_its_edges_is_timed_as_it_is():
+    def forward(net, x, edges):
+        return net.b(net.a(x).relu()[edges[0]])
+
+    net, x = Net(forward, **linears(a=(6, 8), b=(8, 2))), (numbers(4, 6), torch.tensor([[0, 3, 2], [1, 2, 3]]))
+    timed = dh.summary(net, x, seconds=0.01).latency
+    assert [one.batch for one in timed] == [4]
+
+
+def test_channels_that_stay_because_parameters_are_frozen_are_told():
+    net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2))
+    net[0].requires_grad_(False)
+    with pytest.raises(dh.UserError, match="71% stay because parameters of theirs are frozen"):
+        dh.Coupled(net, torch.randn(2, 6)).units()
+
+
+def test_a_quantized_network_is_refused_in_a_line():
+    quantization = pytest.importorskip("torchao.quantization")
+    net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
+    quantization.quantize_(net, quantization.Int8WeightOnlyConfig())
+    with pytest.raises(dh.UserError, match=r"0.weight is a .*: compact the network before it is quantized"):
+        dh.compact(net, torch.randn(2, 64))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from deephoyer.errors import UserError, one_of, shown, true_or_false
-from deephoyer.inference import Examples, outside_inference_mode
+from deephoyer.inference import Examples, outside_modes
 from deephoyer.pretrained import note_shape
 from deephoyer.structure.channels import IN, OUT, ChannelGraph, Place
 from deephoyer.structure.coupled import Coupled, clean_copy, shared_copy
@@ -91,7 +91,7 @@ def idle_line(names: list[str]) -> str:
     return f"not called in eval mode, so unchanged; may no longer fit in training: {', '.join(names)}"
 
 
-@outside_inference_mode
+@outside_modes
 def compact(
     model: nn.Module,
     example_inputs: Examples,
