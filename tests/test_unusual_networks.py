@@ -719,3 +719,69 @@ def test_a_quantized_network_is_refused_in_a_line():
     quantization.quantize_(net, quantization.Int8WeightOnlyConfig())
     with pytest.raises(dh.UserError, match=r"0.weight is a .*: compact the network before it is quantized"):
         dh.compact(net, torch.randn(2, 64))
+
+
+# Weights that are computed from parameters.
+
+
+class Masked(nn.Linear):
+    """As in autoregressive networks."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__(inputs, outputs, dtype=torch.float64)
+        self.register_buffer("mask", (torch.rand_like(self.weight) < 0.7).double())
+
+    def forward(self, x):
+        return F.linear(x, self.weight * self.mask, self.bias)
+
+
+class Rounded(nn.Linear):
+    """Fake quantization, as in training for few bits."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__(inputs, outputs, dtype=torch.float64)
+
+    def forward(self, x):
+        return F.linear(x, torch.round(self.weight / 0.01).clamp(-128, 127) * 0.01, self.bias)
+
+
+class Exponential(Rounded):
+    """Its weight is never zero."""
+
+    def forward(self, x):
+        return F.linear(x, self.weight.exp(), self.bias)
+
+
+@pytest.mark.parametrize("layer", [Masked, Rounded])
+def test_layers_that_scale_or_round_their_weight_lose_channels(layer):
+    net, x = nn.Sequential(layer(6, 32), nn.ReLU(), layer(32, 16), nn.ReLU(), layer(16, 3)), numbers(4, 6)
+    small = half_of(net, x)
+    left = sum(p.numel() for p in small.parameters()) / sum(p.numel() for p in net.parameters())
+    assert left < 0.45 and largest_gap(net(x), small(x)) < 1e-12
+
+
+def test_a_function_of_a_weight_that_makes_something_of_zero_keeps_its_inputs():
+    net, x = nn.Sequential(nn.Linear(6, 32).double(), nn.ReLU(), Exponential(32, 3)), numbers(4, 6)
+    net[2].weight.data[:, ::2] = 0
+    assert dh.compact(net, x)[0].out_features == 32
+
+
+def test_a_network_whose_layers_all_have_weight_norm_is_regularized_pruned_and_compacted():
+    norm = nn.utils.parametrizations.weight_norm
+    net = nn.Sequential(norm(nn.Conv1d(4, 32, 3)), nn.ReLU(), norm(nn.ConvTranspose1d(32, 16, 4)), nn.ReLU())
+    net, x = nn.Sequential(*net, norm(nn.Conv1d(16, 1, 3))).double(), numbers(2, 4, 9)
+    dh.Regularizer(net, groups=dh.Coupled(net, x)).add_grad_()
+    small = half_of(net, x)
+    assert small[0].out_channels < 24 and largest_gap(net(x), small(x)) < 1e-12
+    with pytest.raises(dh.UserError, match="computed from other tensors"):
+        dh.prune(net, dh.Density(0.5))
+
+
+def test_what_torchs_own_pruning_masks_is_removed():
+    net, x = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2)).double(), numbers(4, 6)
+    nn.utils.prune.ln_structured(net[0], "weight", 0.5, n=2, dim=0)
+    net[0].bias.data[net[0].weight_mask[:, 0] == 0] = 0
+    net(x)  # leaves a weight with gradients behind
+    small = dh.compact(net, x)
+    assert small[0].out_features == 4 and "weight_orig" not in dict(small[0].named_parameters())
+    assert largest_gap(net(x), small(x)) < 1e-12 and nn.utils.prune.is_pruned(net)

@@ -85,6 +85,9 @@ class Labels:
         """The name of a parameter or buffer."""
         return self._own[id(tensor)][0] if id(tensor) in self._own else None
 
+    def is_buffer(self, tensor: Tensor) -> bool:
+        return id(tensor) in self._own and not isinstance(tensor, nn.Parameter)
+
     # What is part of the network, or made of nothing else.
 
     def set_constant(self, tensor: Tensor) -> None:

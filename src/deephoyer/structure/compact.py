@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from deephoyer.errors import UserError, one_of, shown, true_or_false
 from deephoyer.inference import Examples, outside_modes
@@ -124,6 +125,8 @@ def compact(
     if groups is not None and groups.graph.exact != exact:
         raise UserError(f"compact: exact={exact}, but the groups were made with exact={groups.graph.exact}.")
     model = with_values(model)
+    if groups is None:
+        model = _without_masks(model)
     graph = _graph(model, groups or Coupled(model, example_inputs, exact))
     if joints == "gather":
         return _compacted(model, example_inputs, graph, _inner(graph), True)
@@ -131,6 +134,19 @@ def compact(
         return _compacted(model, example_inputs, graph, _reads_input(model, graph), False)
     except Differs:  # a forward of its own may ask a layer for what a joint doesn't have, its sizes or its weight
         return _compacted(model, example_inputs, graph, [], False)
+
+
+def _without_masks(model: nn.Module) -> nn.Module:
+    """The model itself; or a copy in which what `torch.nn.utils.prune` masks is zero, where it masks anything."""
+    if not prune.is_pruned(model):
+        return model
+    plain = clean_copy(model)
+    for module, copied in zip(model.modules(), plain.modules(), strict=True):
+        copied.training = module.training
+        for hook in list(copied._forward_pre_hooks.values()):
+            if isinstance(hook, prune.BasePruningMethod):
+                prune.remove(copied, hook._tensor_name)
+    return plain
 
 
 def _compacted(

@@ -275,6 +275,9 @@ class Follower(TorchDispatchMode):
         if weight and op.given:
             for tensor in op.outs:
                 n.set_view(tensor)
+        elif (made_from := scaled_weight(n, op)) is not None:
+            n.set(op.outs[0], n.of(made_from))  # of all that met, what the channels are named after
+            n.set_view(op.outs[0])
 
     def _heads(self, module: str, size: int) -> bool:
         """Whether a module says somewhere that it has so many heads."""
@@ -379,6 +382,28 @@ def _inside(module: nn.Module, x: Tensor) -> torch.dtype:
     with Watch():
         type(module).forward(module, x)
     return max(types, key=lambda dtype: torch.finfo(dtype).eps)
+
+
+def scaled_weight(n: Labels, op: Operation) -> Tensor | None:
+    """The weight that an operation gives scaled: times a mask or a number, or a function of it (fake quantization).
+
+    Zeros of the weight are zeros of the result.
+    """
+    name = op.name.rstrip("_")
+    if len(op.outs) != 1 or not all(n.is_constant(t) for t in op.given):
+        return None
+    if name not in ("mul", "div") and not (len(op.given) == 1 and _keeps_zero(op)):
+        return None
+    factors = op.given[:1] if name == "div" else op.given
+    whole = [t for t in factors if n.is_weight(t) and t.shape == op.outs[0].shape and t.dim() > 1]
+    return min(whole, key=n.is_buffer, default=None)
+
+
+def _keeps_zero(op: Operation) -> bool:
+    """Whether an operation on single elements makes zero of zero."""
+    if torch.Tag.pointwise not in op.func.tags or op.args[0] is not op.given[0]:
+        return False
+    return not op.func(op.args[0].new_zeros(1), *op.args[1:], **op.kwargs).any()
 
 
 def rule_of(op: Operation) -> Rule:
