@@ -785,3 +785,41 @@ def test_what_torchs_own_pruning_masks_is_removed():
     small = dh.compact(net, x)
     assert small[0].out_features == 4 and "weight_orig" not in dict(small[0].named_parameters())
     assert largest_gap(net(x), small(x)) < 1e-12 and nn.utils.prune.is_pruned(net)
+
+
+# Operations that hand channels on.
+
+
+def test_packed_sequences_lose_the_channels_of_embedding_and_recurrent_layer():
+    def forward(net, x, lengths):
+        packed = nn.utils.rnn.pack_padded_sequence(net.words(x), lengths, batch_first=True, enforce_sorted=False)
+        y, _ = nn.utils.rnn.pad_packed_sequence(net.layer(packed)[0], batch_first=True)
+        return net.head(y)
+
+    layers = nn.Embedding(9, 8), nn.LSTM(8, 16, batch_first=True, bidirectional=True), nn.Linear(32, 3)
+    net = Net(forward, **dict(zip(("words", "layer", "head"), layers, strict=True))).double()
+    x, lengths = torch.randint(0, 9, (3, 6), generator=torch.Generator().manual_seed(0)), torch.tensor([6, 2, 4])
+    small = half_of(net, (x, lengths))
+    assert small.layer.hidden_size < 16 and small.words.embedding_dim < 8
+    assert largest_gap(net(x.flip(0), lengths), small(x.flip(0), lengths)) < 1e-12
+
+
+def test_maps_that_are_read_at_given_places_lose_channels():
+    def forward(net, x, grid):
+        return net.b(F.grid_sample(net.a(x).relu(), grid, align_corners=True))
+
+    net = Net(forward, a=nn.Conv2d(3, 8, 3).double(), b=nn.Conv2d(8, 2, 1).double())
+    x = numbers(2, 3, 9, 9), numbers(2, 4, 4, 2, seed=1).tanh()
+    small = half_of(net, x)
+    assert small.a.out_channels < 8 and largest_gap(net(*x), small(*x)) < 1e-12
+
+
+def test_a_tensor_that_is_filled_part_by_part_has_the_channels_of_its_parts():
+    def forward(net, x):
+        y = x.new_zeros(x.shape[0], net.a.weight.shape[0], 3)
+        y[:, :, :1], y[:, :, 1:] = net.a(x)[:, :, None], net.a(2 * x)[:, :, None]
+        return net.b(y.relu().sum(2))
+
+    net, x = Net(forward, **linears(a=(6, 8), b=(8, 2))), numbers(3, 6)
+    small = half_of(net, x)
+    assert small.a.out_features < 8 and largest_gap(net(x), small(x)) < 1e-12
