@@ -259,7 +259,7 @@ class Follower(TorchDispatchMode):
             n.of(op.args[1], dims=2)  # the places of a kernel are no channels
         if op.outs and not any(t.numel() for t in op.outs) and not all(t.numel() for t in op.given):
             n.fix(op.given, f"nothing comes to {op.where} for these examples")
-        elif any(n.known(t) for t in op.given):
+        elif any(n.known(t) for t in op.given) or rule_of(op) is operations.makes:
             try:
                 rule_of(op)(n, op)
                 fits = all(n.fits(t) for t in op.outs)
