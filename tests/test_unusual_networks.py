@@ -823,3 +823,77 @@ def test_a_tensor_that_is_filled_part_by_part_has_the_channels_of_its_parts():
     net, x = Net(forward, **linears(a=(6, 8), b=(8, 2))), numbers(3, 6)
     small = half_of(net, x)
     assert small.a.out_features < 8 and largest_gap(net(x), small(x)) < 1e-12
+
+
+# Networks that draw random numbers, or choose.
+
+
+def test_a_network_that_samples_loses_all_channels_but_those_that_it_draws_for():
+    def forward(net, x):
+        h = net.a(x).relu()
+        mean, spread = net.m(h), net.s(h)
+        z = mean + torch.randn_like(spread) * spread.exp()
+        return net.c(net.b(z).relu()), mean, spread
+
+    net, x = Net(forward, **linears(a=(6, 16), m=(16, 4), s=(16, 4), b=(4, 16), c=(16, 6))), numbers(3, 6)
+    small = half_of(net, x)
+    assert small.a.out_features < 16 and small.b.out_features < 16 and small.m.out_features == 4
+    torch.manual_seed(1)
+    before = net(x)
+    torch.manual_seed(1)
+    assert all(torch.allclose(a, b) for a, b in zip(before, small(x), strict=True))
+
+
+def test_random_numbers_are_no_constant():
+    def forward(net, x):
+        return net.b(net.a(x) + torch.rand(1, 8, dtype=x.dtype))
+
+    net, x = Net(forward, **linears(a=(6, 8), b=(8, 2))), numbers(3, 6)
+    net.a.weight.data[::2], net.a.bias.data[::2] = 0, 0
+    assert dh.compact(net, x).b.in_features == 8
+
+
+def routed(net, x):
+    """Each row to the expert with the largest gate; an expert without rows is not called."""
+    h = net.i(x).relu()
+    chosen, out = net.g(h).argmax(1), torch.zeros_like(h)
+    for k, expert in enumerate((net.e, net.f)):
+        if len(rows := (chosen == k).nonzero().flatten()):
+            out = out.index_add(0, rows, expert(h[rows]))
+    return net.o(out)
+
+
+def routed_by_mask(net, x):
+    h = net.i(x).relu()
+    chosen, out = net.g(h).argmax(1), torch.zeros_like(h)
+    for k, expert in enumerate((net.e, net.f)):
+        mine = h[chosen == k]
+        out = out + expert(mine).sum(0) if len(mine) else out
+    return net.o(out)
+
+
+def experts(bias, forward=routed):
+    torch.manual_seed(0)
+    part = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)).double()
+    net = Net(forward, e=part, f=copy.deepcopy(part), **linears(i=(6, 8), g=(8, 2), o=(8, 3)))
+    net.g.bias.data += torch.tensor([bias, 0.0])
+    return net
+
+
+def test_experts_that_only_some_of_the_examples_reach_lose_channels():
+    net, x = experts(0.0), numbers(32, 6)
+    small = half_of(net, x)
+    assert all(len(expert[0].weight) < 16 and expert[0].in_features < 8 for expert in (small.e, small.f))
+    assert largest_gap(net(x.flip(0)), small(x.flip(0))) < 1e-12
+
+
+@pytest.mark.parametrize("forward", [routed, routed_by_mask])
+def test_what_an_expert_would_be_given_stays_where_no_example_reaches_it(forward):
+    net, x = experts(50.0, forward), numbers(32, 6)
+    groups = dh.Coupled(net, x)
+    assert any("'f.0' is not called" in why for why in groups.held())
+    dh.prune(net, dh.Density(0.5), groups)
+    small = dh.compact(net, x, groups=groups)
+    assert len(small.e[0].weight) < 16 and small.i.out_features == 8
+    net.g.bias.data[0], small.g.bias.data[0] = -50, -50
+    assert largest_gap(net(x), small(x)) < 1e-12

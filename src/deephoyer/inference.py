@@ -118,6 +118,15 @@ def moved(examples: Examples, place: torch.device) -> tuple[tuple[Any, ...], dic
     return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(place), (args, kwargs))  # type: ignore[no-any-return]
 
 
+@contextmanager
+def same_draws(model: nn.Module) -> Iterator[None]:
+    """Within it a network that draws random numbers (a sampler, noise) draws the same ones every time."""
+    place = device_of(model)
+    with torch.random.fork_rng([place] if place.type == "cuda" else [], device_type="cuda"):
+        torch.manual_seed(0)
+        yield
+
+
 def try_call(model: nn.Module, examples: Examples, what: str = "example inputs") -> Any:
     """The same, with whatever fails in the model told in a line."""
     try:

@@ -19,7 +19,7 @@ from deephoyer.errors import UserError, one_of, shown, true_or_false
 from deephoyer.inference import Examples, outside_modes
 from deephoyer.pretrained import note_shape
 from deephoyer.structure.channels import IN, OUT, ChannelGraph, Place
-from deephoyer.structure.coupled import Coupled, clean_copy, shared_copy
+from deephoyer.structure.coupled import Coupled, clean_copy, shared_copy, uncalled
 from deephoyer.structure.equality import Differs, same
 from deephoyer.structure.fold_constants import Folded, fold, shared_layers
 from deephoyer.structure.joints import ConstantLayer, around, gather, laid_out, merged, replace
@@ -172,7 +172,7 @@ def _compacted(
         _stand_still(small, _inner(graph), fold(small, example_inputs), report)
     report.sets = _sets(graph, gone)
     _add_joints(small, jointed, outputs, report)
-    report.idle = [n for n, m in model.named_modules() if kind_of(m) in (LINEAR, CONV) and n not in graph.order]
+    report.idle = uncalled(model, graph)
     report.error = same(
         shared_copy(model),
         small,

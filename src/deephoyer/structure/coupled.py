@@ -25,6 +25,7 @@ from deephoyer.structure.channels import ChannelGraph, ChannelSet, Place
 from deephoyer.structure.equality import Differs, all_nan, check_modules, compare, drawn_answers, module_outputs
 from deephoyer.structure.follow import CannotFollow, follow
 from deephoyer.structure.inputs import one_sample, outputs_in, tensors_in
+from deephoyer.structure.layers import CONV, LINEAR, kind_of
 from deephoyer.structure.remove import alive_outputs, homes_of, remove, replace_tensor, spare_last, tensor_of, zero
 from deephoyer.structure.sizes import Setting, SizeRule, apply_sizes, learn_sizes
 from deephoyer.weights import CONVOLUTIONS, LAYERS, TRANSPOSED, Weight, with_values
@@ -180,8 +181,17 @@ def _followed(model: nn.Module, inputs: Examples, exact: bool) -> tuple[ChannelG
     sample = one_sample(inputs)
     if sample is not inputs:
         with suppress(CannotFollow):
-            return follow(shared_copy(model), sample, exact=exact), sample
+            graph = follow(shared_copy(model), sample, exact=exact)
+            if not uncalled(model, graph):
+                return graph, sample
     return follow(shared_copy(model), inputs, exact=exact), inputs
+
+
+def uncalled(model: nn.Module, graph: ChannelGraph) -> list[str]:
+    """Layers that the examples don't reach: auxiliary heads; or experts, of which more examples may reach more."""
+    return [
+        name for name, module in model.named_modules() if kind_of(module) in (LINEAR, CONV) and name not in graph.order
+    ]
 
 
 def clean_copy(model: nn.Module) -> nn.Module:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from deephoyer.errors import UserError
-from deephoyer.inference import Examples, call
+from deephoyer.inference import Examples, call, same_draws
 from deephoyer.structure.inputs import drawn_like, outputs_in, tensors_in
 from deephoyer.structure.layers import channel_dim, kind_of
 from deephoyer.structure.ties import Choices, ChosenAlike
@@ -89,7 +89,7 @@ def same(
 
 def answers(model: nn.Module, inputs: Examples) -> list[Tensor]:
     """A network's outputs, in full precision."""
-    with torch.no_grad(), _full_precision():
+    with torch.no_grad(), _full_precision(), same_draws(model):
         return outputs_in(call(model, inputs))
 
 
@@ -149,11 +149,11 @@ def _worst(before: list[Tensor], after: list[Tensor]) -> float:
 
 def but_for_ties(big: nn.Module, small: nn.Module, inputs: Examples, limit: float) -> float:
     """The largest error where both choose alike between numbers that are equal."""
-    with (choices := Choices()):
+    with same_draws(big), (choices := Choices()):
         before = outputs_in(call(big, inputs))
     if not choices.made:
         return float("inf")
-    with ChosenAlike(choices, lambda a, b: error(a, b) <= limit):
+    with same_draws(small), ChosenAlike(choices, lambda a, b: error(a, b) <= limit):
         return _worst(before, outputs_in(call(small, inputs)))
 
 
@@ -179,7 +179,8 @@ def _full_precision() -> Iterator[None]:
 def _run(model: nn.Module, inputs: Examples) -> Any:
     """Runs a model that may have been cut wrongly: an exception says in which module."""
     try:
-        return call(model, inputs)  # as it will be used: hooks keep torch from its fast ways through some layers
+        with same_draws(model):
+            return call(model, inputs)  # as it will be used: hooks keep torch from its fast ways through some layers
     except UserError:
         raise
     except Exception as why:
@@ -239,7 +240,7 @@ def module_outputs(model: nn.Module, inputs: Examples) -> Outputs:
 
         hooks.append(module.register_forward_hook(keep))
     try:
-        with torch.no_grad():
+        with torch.no_grad(), same_draws(model):
             call(model, inputs)
     finally:
         for hook in hooks:

@@ -91,6 +91,7 @@ class Follower(TorchDispatchMode):
         self._counter = CallCounter()
         self._sizes: set[SizeRule] = set()
         self._branching: dict[str, str] = {}
+        self._choosing: dict[str, str] = {}
         self._passed: dict[str, list[Tensor]] = {}  # what goes into and comes out of the modules that each one calls
         self._calls: dict[Call, tuple[list[int], list[int], list[list[Tensor]]]] = {}
         self._modules = dict(model.named_modules())
@@ -157,6 +158,8 @@ class Follower(TorchDispatchMode):
             if opened(module):
                 self._open_attention(name, module)
             self._check(name, module, tensors_in((args, kwargs)))
+            if name in self._choosing and (other := self._uncalled(name)) is not None:
+                self._branching.setdefault(name, f"{self.where()} {self._choosing[name]}, and {other!r} is not called")
             if name in self._branching:
                 self._keep_whole(name, module, tensors_in((args, kwargs, output)))
             self._asleep -= opaque
@@ -167,6 +170,11 @@ class Follower(TorchDispatchMode):
 
         self._hooks.append(module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
         self._hooks.append(module.register_forward_hook(leave, with_kwargs=True))
+
+    def _uncalled(self, name: str) -> str | None:
+        """A module with parameters of its own, inside the one of this name, which has not been called."""
+        inside = (n for n, m in self._modules.items() if m._parameters and n.startswith(f"{name}." if name else ""))
+        return next((n for n in inside if n != name and n not in self._order), None)
 
     def unhook(self) -> None:
         for hook in self._hooks:
@@ -291,11 +299,15 @@ class Follower(TorchDispatchMode):
             module = module.rpartition(".")[0]
 
     def _note_branches(self, func: Any, args: Any) -> None:
-        if func.overloadpacket.__name__ not in ("_local_scalar_dense", "is_nonzero", "equal"):
+        name = func.overloadpacket.__name__
+        module = self._stack[-1] if self._stack else ""
+        masks = name == "index" and any(t.dtype == torch.bool for t in tensors_in(args[1]))
+        if masks or name in ("nonzero", "masked_select"):
+            self._choosing[module] = "picks by the values of a tensor what it hands on"
+        if name not in ("_local_scalar_dense", "is_nonzero", "equal"):
             return
         if all(self.n.is_constant(t) or self.n.is_discrete(t) for t in tensors_in(args)):
             return
-        module = self._stack[-1] if self._stack else ""
         self._branching.setdefault(module, f"{self.where()} decides by the values of a tensor")
 
     def _note(self, module: str, op: Operation) -> None:

@@ -443,6 +443,13 @@ def makes(n: Labels, op: Operation) -> None:
         n.set_passing(tensor)
 
 
+def draws(n: Labels, op: Operation) -> None:
+    """With fewer channels other numbers would be drawn."""
+    n.fix(op.given, f"{op.where} draws random numbers for them")
+    for tensor in op.outs:
+        n.set(tensor, n.of(op.args[0]))
+
+
 def scatters(n: Labels, op: Operation) -> None:
     """Rows of one tensor added up in another, at places given by an index: neighbours in a graph."""
     target, dim, source = op.args[0], op.args[1], op.args[3]
@@ -499,7 +506,8 @@ _RULES: tuple[tuple[Rule, str], ...] = (
     (views, "view _unsafe_view reshape _reshape_alias"),
     (restrides, "as_strided"),
     (pads, "constant_pad_nd"),
-    (pointwise, "hardswish _prelu_kernel native_dropout masked_fill where zeros_like ones_like"),
+    (pointwise, "hardswish _prelu_kernel native_dropout masked_fill where zeros_like ones_like full_like empty_like"),
+    (draws, "randn_like rand_like randint_like bernoulli normal multinomial poisson exponential uniform"),
     # In place these have no tag in torch 2.9.
     (pointwise, "hardtanh leaky_relu elu gelu mish hardsigmoid celu selu threshold rrelu"),
     (reduces, "mean sum amax amin max min var std norm linalg_vector_norm logsumexp prod var_mean any all"),
