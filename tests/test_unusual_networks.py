@@ -897,3 +897,14 @@ def test_what_an_expert_would_be_given_stays_where_no_example_reaches_it(forward
     assert len(small.e[0].weight) < 16 and small.i.out_features == 8
     net.g.bias.data[0], small.g.bias.data[0] = -50, -50
     assert largest_gap(net(x), small(x)) < 1e-12
+
+
+def test_a_policy_that_gives_a_distribution_loses_the_channels_before_it():
+    def forward(net, x):
+        h = net.a(x).relu()
+        return torch.distributions.Normal(net.m(h), net.s(h).exp()), net.v(h)
+
+    net, x = Net(forward, **linears(a=(6, 16), m=(16, 4), s=(16, 4), v=(16, 1))), numbers(3, 6)
+    small = half_of(net, x)
+    assert small.a.out_features < 16 and small.m.out_features == 4
+    assert torch.allclose(net(x)[0].mean, small(x)[0].mean) and torch.distributions.Distribution._validate_args

@@ -14,6 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import Distribution
 from torch.utils import _pytree as pytree
 
 from deephoyer.errors import UserError, first_line
@@ -56,6 +57,8 @@ def _set_libraries(enabled: tuple[bool, bool]) -> None:
 
 plain_attention = _Switched(torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled, False)
 """Within it torch's fused attention layers, which hide the linear layers inside them, are taken apart."""
+unchecked_distributions = _Switched(lambda: Distribution._validate_args, Distribution.set_default_validate_args, False)
+"""Within it torch's distributions don't look at the values that they are given, which looks like a decision by them."""
 plain_recurrence = _Switched(_libraries, _set_libraries, (False, False))
 """Within it recurrent layers run as the products that they are made of, not as one operation of oneDNN or cuDNN."""
 
