@@ -336,11 +336,14 @@ def test_what_a_branch_on_values_gives_is_never_taken_for_a_constant(seed):
 
 
 def test_a_network_that_never_gives_the_same_twice_is_refused_by_name():
-    class Noise(nn.Module):
-        def forward(self, x):
-            return x + torch.randn_like(x)
+    class Counted(nn.Module):
+        calls = 0
 
-    net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2), Noise())
+        def forward(self, x):
+            Counted.calls += 1
+            return x * Counted.calls
+
+    net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2), Counted())
     with pytest.raises(UserError, match="3"):
         compact(net, torch.randn(2, 3))
 

@@ -380,6 +380,8 @@ def test_any_number_of_blocks_may_have_a_size_written_into_them():
 
 def test_outputs_in_which_no_tensor_is_found_are_refused():
     class Answer:
+        __slots__ = ("logits",)
+
         def __init__(self, logits):
             self.logits = logits
 
@@ -643,3 +645,281 @@ def test_a_wrapped_network_is_grouped_compacted_and_stored_like_the_one_inside(w
     assert type(small) is nn.Sequential and small[0].out_features == 4
     with pytest.raises(dh.UserError, match="must be a `Coupled`"):
         dh.compact(net, x, groups="coupled")
+
+
+# What ordinary training code has around a network.
+
+
+class Result:
+    """Neither a tuple nor a data class."""
+
+    def __init__(self, **values):
+        vars(self).update(values)
+
+
+def half_of(net, x, **more):
+    """The network with half of its channels zero, and the smaller one."""
+    groups = dh.Coupled(net, x, **more)
+    dh.prune(net, dh.Density(0.5), groups=groups)
+    return dh.compact(net, x, groups=groups, **more)
+
+
+def test_tensors_in_an_object_of_any_class_are_outputs_of_the_network():
+    def forward(net, x):
+        h = net.a(x).relu()
+        return Result(aux=Result(map=[net.c(h)])), net.b(h)
+
+    net, x = Net(forward, **linears(a=(6, 8), b=(8, 2), c=(8, 12))), numbers(3, 6)
+    small = half_of(net, x)
+    assert small.c.out_features == 12 and small.a.out_features < 8
+    assert torch.allclose(net(x)[0].aux.map[0], small(x)[0].aux.map[0])
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_recurrent_layers_of_single_precision_lose_channels_too(kind):
+    def forward(net, x):
+        return net.head(net.layer(x)[0][:, -1])
+
+    net, x = Net(forward, layer=kind(6, 16, batch_first=True), head=nn.Linear(16, 3)), torch.randn(2, 5, 6)
+    small = half_of(net, x)
+    assert small.layer.hidden_size == 8 and torch.allclose(net(x), small(x), atol=1e-6)
+
+
+def test_compaction_within_autocast_compares_in_full_precision():
+    net, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4)), torch.randn(8, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        small = half_of(net, x)
+    assert small[0].out_features < 64 and compact_report(small).error < 1e-5
+
+
+def test_a_network_that_keeps_what_it_computed_last_is_compacted():
+    def forward(net, x):
+        net.seen = {"hidden": [net.a(x)]}
+        return net.b(net.seen["hidden"][0].relu())
+
+    net, x = Net(forward, **linears(a=(6, 8), b=(8, 2))), numbers(3, 6)
+    net(x)  # with gradients, which copy.deepcopy refuses
+    assert half_of(net, x).a.out_features < 8
+
+
+def test_examples_may_lie_in_a_dict_that_is_one_argument():
+    def forward(net, batch):
+        return {"logits": net.b(net.a(batch["table"]).relu())}
+
+    net, x = Net(forward, **linears(a=(6, 8), b=(8, 2))), ({"table": numbers(4, 6), "names": ["a", "b"]},)
+    small = half_of(net, x)
+    total = dh.summary(small, x, baseline=net, seconds=0.01).total
+    assert total.macs_executed == small.a.weight.numel() + small.b.weight.numel()
+
+
+def test_a_graph_with_its_edges_is_timed_as_it_is():
+    def forward(net, x, edges):
+        return net.b(net.a(x).relu()[edges[0]])
+
+    net, x = Net(forward, **linears(a=(6, 8), b=(8, 2))), (numbers(4, 6), torch.tensor([[0, 3, 2], [1, 2, 3]]))
+    timed = dh.summary(net, x, seconds=0.01).latency
+    assert [one.batch for one in timed] == [4]
+
+
+def test_channels_that_stay_because_parameters_are_frozen_are_told():
+    net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2))
+    net[0].requires_grad_(False)
+    with pytest.raises(dh.UserError, match="71% stay because parameters of theirs are frozen"):
+        dh.Coupled(net, torch.randn(2, 6)).units()
+
+
+def test_a_quantized_network_is_refused_in_a_line():
+    quantization = pytest.importorskip("torchao.quantization")
+    net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
+    quantization.quantize_(net, quantization.Int8WeightOnlyConfig())
+    with pytest.raises(dh.UserError, match=r"0.weight is a .*: compact the network before it is quantized"):
+        dh.compact(net, torch.randn(2, 64))
+
+
+# Weights that are computed from parameters.
+
+
+class Masked(nn.Linear):
+    """As in autoregressive networks."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__(inputs, outputs, dtype=torch.float64)
+        self.register_buffer("mask", (torch.rand_like(self.weight) < 0.7).double())
+
+    def forward(self, x):
+        return F.linear(x, self.weight * self.mask, self.bias)
+
+
+class Rounded(nn.Linear):
+    """Fake quantization, as in training for few bits."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__(inputs, outputs, dtype=torch.float64)
+
+    def forward(self, x):
+        return F.linear(x, torch.round(self.weight / 0.01).clamp(-128, 127) * 0.01, self.bias)
+
+
+class Exponential(Rounded):
+    """Its weight is never zero."""
+
+    def forward(self, x):
+        return F.linear(x, self.weight.exp(), self.bias)
+
+
+@pytest.mark.parametrize("layer", [Masked, Rounded])
+def test_layers_that_scale_or_round_their_weight_lose_channels(layer):
+    net, x = nn.Sequential(layer(6, 32), nn.ReLU(), layer(32, 16), nn.ReLU(), layer(16, 3)), numbers(4, 6)
+    small = half_of(net, x)
+    left = sum(p.numel() for p in small.parameters()) / sum(p.numel() for p in net.parameters())
+    assert left < 0.45 and largest_gap(net(x), small(x)) < 1e-12
+
+
+def test_a_function_of_a_weight_that_makes_something_of_zero_keeps_its_inputs():
+    net, x = nn.Sequential(nn.Linear(6, 32).double(), nn.ReLU(), Exponential(32, 3)), numbers(4, 6)
+    net[2].weight.data[:, ::2] = 0
+    assert dh.compact(net, x)[0].out_features == 32
+
+
+def test_a_network_whose_layers_all_have_weight_norm_is_regularized_pruned_and_compacted():
+    norm = nn.utils.parametrizations.weight_norm
+    net = nn.Sequential(norm(nn.Conv1d(4, 32, 3)), nn.ReLU(), norm(nn.ConvTranspose1d(32, 16, 4)), nn.ReLU())
+    net, x = nn.Sequential(*net, norm(nn.Conv1d(16, 1, 3))).double(), numbers(2, 4, 9)
+    dh.Regularizer(net, groups=dh.Coupled(net, x)).add_grad_()
+    small = half_of(net, x)
+    assert small[0].out_channels < 24 and largest_gap(net(x), small(x)) < 1e-12
+    with pytest.raises(dh.UserError, match="computed from other tensors"):
+        dh.prune(net, dh.Density(0.5))
+
+
+def test_what_torchs_own_pruning_masks_is_removed():
+    net, x = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2)).double(), numbers(4, 6)
+    nn.utils.prune.ln_structured(net[0], "weight", 0.5, n=2, dim=0)
+    net[0].bias.data[net[0].weight_mask[:, 0] == 0] = 0
+    net(x)  # leaves a weight with gradients behind
+    small = dh.compact(net, x)
+    assert small[0].out_features == 4 and "weight_orig" not in dict(small[0].named_parameters())
+    assert largest_gap(net(x), small(x)) < 1e-12 and nn.utils.prune.is_pruned(net)
+
+
+# Operations that hand channels on.
+
+
+def test_packed_sequences_lose_the_channels_of_embedding_and_recurrent_layer():
+    def forward(net, x, lengths):
+        packed = nn.utils.rnn.pack_padded_sequence(net.words(x), lengths, batch_first=True, enforce_sorted=False)
+        y, _ = nn.utils.rnn.pad_packed_sequence(net.layer(packed)[0], batch_first=True)
+        return net.head(y)
+
+    layers = nn.Embedding(9, 8), nn.LSTM(8, 16, batch_first=True, bidirectional=True), nn.Linear(32, 3)
+    net = Net(forward, **dict(zip(("words", "layer", "head"), layers, strict=True))).double()
+    x, lengths = torch.randint(0, 9, (3, 6), generator=torch.Generator().manual_seed(0)), torch.tensor([6, 2, 4])
+    small = half_of(net, (x, lengths))
+    assert small.layer.hidden_size < 16 and small.words.embedding_dim < 8
+    assert largest_gap(net(x.flip(0), lengths), small(x.flip(0), lengths)) < 1e-12
+
+
+def test_maps_that_are_read_at_given_places_lose_channels():
+    def forward(net, x, grid):
+        return net.b(F.grid_sample(net.a(x).relu(), grid, align_corners=True))
+
+    net = Net(forward, a=nn.Conv2d(3, 8, 3).double(), b=nn.Conv2d(8, 2, 1).double())
+    x = numbers(2, 3, 9, 9), numbers(2, 4, 4, 2, seed=1).tanh()
+    small = half_of(net, x)
+    assert small.a.out_channels < 8 and largest_gap(net(*x), small(*x)) < 1e-12
+
+
+def test_a_tensor_that_is_filled_part_by_part_has_the_channels_of_its_parts():
+    def forward(net, x):
+        y = x.new_zeros(x.shape[0], net.a.weight.shape[0], 3)
+        y[:, :, :1], y[:, :, 1:] = net.a(x)[:, :, None], net.a(2 * x)[:, :, None]
+        return net.b(y.relu().sum(2))
+
+    net, x = Net(forward, **linears(a=(6, 8), b=(8, 2))), numbers(3, 6)
+    small = half_of(net, x)
+    assert small.a.out_features < 8 and largest_gap(net(x), small(x)) < 1e-12
+
+
+# Networks that draw random numbers, or choose.
+
+
+def test_a_network_that_samples_loses_all_channels_but_those_that_it_draws_for():
+    def forward(net, x):
+        h = net.a(x).relu()
+        mean, spread = net.m(h), net.s(h)
+        z = mean + torch.randn_like(spread) * spread.exp()
+        return net.c(net.b(z).relu()), mean, spread
+
+    net, x = Net(forward, **linears(a=(6, 16), m=(16, 4), s=(16, 4), b=(4, 16), c=(16, 6))), numbers(3, 6)
+    small = half_of(net, x)
+    assert small.a.out_features < 16 and small.b.out_features < 16 and small.m.out_features == 4
+    torch.manual_seed(1)
+    before = net(x)
+    torch.manual_seed(1)
+    assert all(torch.allclose(a, b) for a, b in zip(before, small(x), strict=True))
+
+
+def test_random_numbers_are_no_constant():
+    def forward(net, x):
+        return net.b(net.a(x) + torch.rand(1, 8, dtype=x.dtype))
+
+    net, x = Net(forward, **linears(a=(6, 8), b=(8, 2))), numbers(3, 6)
+    net.a.weight.data[::2], net.a.bias.data[::2] = 0, 0
+    assert dh.compact(net, x).b.in_features == 8
+
+
+def routed(net, x):
+    """Each row to the expert with the largest gate; an expert without rows is not called."""
+    h = net.i(x).relu()
+    chosen, out = net.g(h).argmax(1), torch.zeros_like(h)
+    for k, expert in enumerate((net.e, net.f)):
+        if len(rows := (chosen == k).nonzero().flatten()):
+            out = out.index_add(0, rows, expert(h[rows]))
+    return net.o(out)
+
+
+def routed_by_mask(net, x):
+    h = net.i(x).relu()
+    chosen, out = net.g(h).argmax(1), torch.zeros_like(h)
+    for k, expert in enumerate((net.e, net.f)):
+        mine = h[chosen == k]
+        out = out + expert(mine).sum(0) if len(mine) else out
+    return net.o(out)
+
+
+def experts(bias, forward=routed):
+    torch.manual_seed(0)
+    part = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)).double()
+    net = Net(forward, e=part, f=copy.deepcopy(part), **linears(i=(6, 8), g=(8, 2), o=(8, 3)))
+    net.g.bias.data += torch.tensor([bias, 0.0])
+    return net
+
+
+def test_experts_that_only_some_of_the_examples_reach_lose_channels():
+    net, x = experts(0.0), numbers(32, 6)
+    small = half_of(net, x)
+    assert all(len(expert[0].weight) < 16 and expert[0].in_features < 8 for expert in (small.e, small.f))
+    assert largest_gap(net(x.flip(0)), small(x.flip(0))) < 1e-12
+
+
+@pytest.mark.parametrize("forward", [routed, routed_by_mask])
+def test_what_an_expert_would_be_given_stays_where_no_example_reaches_it(forward):
+    net, x = experts(50.0, forward), numbers(32, 6)
+    groups = dh.Coupled(net, x)
+    assert any("'f.0' is not called" in why for why in groups.held())
+    dh.prune(net, dh.Density(0.5), groups)
+    small = dh.compact(net, x, groups=groups)
+    assert len(small.e[0].weight) < 16 and small.i.out_features == 8
+    net.g.bias.data[0], small.g.bias.data[0] = -50, -50
+    assert largest_gap(net(x), small(x)) < 1e-12
+
+
+def test_a_policy_that_gives_a_distribution_loses_the_channels_before_it():
+    def forward(net, x):
+        h = net.a(x).relu()
+        return torch.distributions.Normal(net.m(h), net.s(h).exp()), net.v(h)
+
+    net, x = Net(forward, **linears(a=(6, 16), m=(16, 4), s=(16, 4), v=(16, 1))), numbers(3, 6)
+    small = half_of(net, x)
+    assert small.a.out_features < 16 and small.m.out_features == 4
+    assert torch.allclose(net(x)[0].mean, small(x)[0].mean) and torch.distributions.Distribution._validate_args

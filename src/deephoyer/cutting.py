@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from deephoyer import targets
 from deephoyer.counting import count
 from deephoyer.errors import UserError, not_negative, positive_whole, shown
-from deephoyer.groups import Grouping, Unit, groupings
+from deephoyer.groups import Grouping, Unit, groupings, weights_for
 from deephoyer.inference import Examples, device_of
 from deephoyer.latency import Beside
 from deephoyer.layer_times import latency_cost
@@ -51,6 +51,7 @@ class Free(Grouping):
     """The coupled sets that may be cut: all but those that write a protected layer's outputs."""
 
     name = "coupled"
+    needs_graph = True
 
     def __init__(self, coupled: Coupled, protected: Iterable[str]):
         self.coupled, self.protected = coupled, set(protected)
@@ -219,7 +220,7 @@ class Cutter:
     @torch.no_grad()
     def alive(self) -> list[tuple[Unit, Tensor]]:
         """For each unit which of its groups are not zero."""
-        weights = find_weights(self.model, self.parameters)
+        weights = weights_for(self.model, self.groups, self.parameters)
         return [(unit, unit.magnitudes() > 0) for grouping in self.groups for unit in grouping.units(weights)]
 
     def plan(self, share: float) -> Cut:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from deephoyer.errors import UserError, shown
 from deephoyer.penalties import wide
 from deephoyer.registry import Registry
-from deephoyer.weights import Weight
+from deephoyer.weights import Weight, all_computed, find_weights
 
 
 class Unit:
@@ -282,6 +282,17 @@ def groupings(choice: Kinds, model: nn.Module | None = None, example_inputs: Any
     if len(set(names)) < len(names) or not names:
         raise UserError(f"groups: {shown(choice)} must name at least one kind of group, and each once.")
     return chosen
+
+
+def weights_for(model: nn.Module, kinds: Iterable[Grouping], parameters: str | Iterable[str] | None) -> list[Weight]:
+    """The weights that these kinds of groups are made of.
+
+    None where every weight of the network is computed (all layers have weight norm) and the groups come from its graph,
+    which knows what they are computed from.
+    """
+    if parameters is None and all_computed(model) and all(getattr(kind, "needs_graph", False) for kind in kinds):
+        return []
+    return find_weights(model, parameters)
 
 
 def _grouping(part: Any, model: nn.Module | None, example_inputs: Any) -> Grouping:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import Distribution
 from torch.utils import _pytree as pytree
 
 from deephoyer.errors import UserError, first_line
@@ -23,28 +24,43 @@ T = TypeVar("T")
 Examples = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 
 
-class _PlainAttention:
-    """The switch is the process's own: threads that are in at the same time share it, and the last one out restores."""
+class _Switched:
+    """Something of the process's own, switched off: threads that are in at the same time share it, and the last one
+    out restores.
+    """
 
-    def __init__(self) -> None:
-        self._lock, self._inside, self._before = threading.Lock(), 0, True
+    def __init__(self, get: Callable[[], T], put: Callable[[T], None], off: T) -> None:
+        self._get, self._put, self._off = get, put, off
+        self._lock, self._inside, self._before = threading.Lock(), 0, off
 
     def __enter__(self) -> None:
         with self._lock:
             if not self._inside:
-                self._before = torch.backends.mha.get_fastpath_enabled()
-                torch.backends.mha.set_fastpath_enabled(False)
+                self._before = self._get()
+                self._put(self._off)
             self._inside += 1
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
             self._inside -= 1
             if not self._inside:
-                torch.backends.mha.set_fastpath_enabled(self._before)
+                self._put(self._before)
 
 
-plain_attention = _PlainAttention()
+def _libraries() -> tuple[bool, bool]:
+    return torch.backends.mkldnn.enabled, torch.backends.cudnn.enabled
+
+
+def _set_libraries(enabled: tuple[bool, bool]) -> None:
+    torch.backends.mkldnn.enabled, torch.backends.cudnn.enabled = enabled
+
+
+plain_attention = _Switched(torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled, False)
 """Within it torch's fused attention layers, which hide the linear layers inside them, are taken apart."""
+unchecked_distributions = _Switched(lambda: Distribution._validate_args, Distribution.set_default_validate_args, False)
+"""Within it torch's distributions don't look at the values that they are given, which looks like a decision by them."""
+plain_recurrence = _Switched(_libraries, _set_libraries, (False, False))
+"""Within it recurrent layers run as the products that they are made of, not as one operation of oneDNN or cuDNN."""
 
 
 @contextmanager
@@ -60,19 +76,29 @@ def at_rest(model: nn.Module) -> Iterator[nn.Module]:
             module.training = mode
 
 
-def outside_inference_mode(function: Callable[P, T]) -> Callable[P, T]:
-    """Runs what follows tensors through a network outside of `torch.inference_mode()`, which would hide operations.
+def outside_modes(function: Callable[P, T]) -> Callable[P, T]:
+    """Runs what follows tensors through a network outside of `torch.inference_mode()`, which would hide operations, and
+    of `torch.autocast`, whose rounding would look like a difference.
 
-    Tensors that were made in that mode are copied.
+    Tensors that were made in inference mode are copied.
     """
 
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
-        with torch.inference_mode(False):
+        with torch.inference_mode(False), _no_autocast():
             positional, named = pytree.tree_map(_copied, (args, kwargs))
             return function(*positional, **named)
 
     return wrapped
+
+
+@contextmanager
+def _no_autocast() -> Iterator[None]:
+    with ExitStack() as off:
+        for place in ("cpu", "cuda", "mps", "xpu"):
+            if torch.is_autocast_enabled(place):
+                off.enter_context(torch.autocast(place, enabled=False))
+        yield
 
 
 def _copied(value: Any) -> Any:
@@ -90,13 +116,18 @@ def call(model: nn.Module, examples: Examples) -> Any:
 
 
 def moved(examples: Examples, place: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The examples as positional and keyword arguments, their tensors at that place."""
-
-    def there(value: Any) -> Any:
-        return value.to(place) if isinstance(value, Tensor) else value
-
+    """The examples as positional and keyword arguments; their tensors, those in lists and dicts too, at that place."""
     args, kwargs = arguments(examples)
-    return tuple(there(a) for a in args), {k: there(v) for k, v in kwargs.items()}
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(place), (args, kwargs))  # type: ignore[no-any-return]
+
+
+@contextmanager
+def same_draws(model: nn.Module) -> Iterator[None]:
+    """Within it a network that draws random numbers (a sampler, noise) draws the same ones every time."""
+    place = device_of(model)
+    with torch.random.fork_rng([place] if place.type == "cuda" else [], device_type="cuda"):
+        torch.manual_seed(0)
+        yield
 
 
 def try_call(model: nn.Module, examples: Examples, what: str = "example inputs") -> Any:
@@ -121,10 +152,13 @@ def arguments(examples: Examples) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def batch_of(examples: Examples) -> int:
-    """How many examples there are: the first size of the first tensor, or the number of images in a list of them."""
-    args, kwargs = arguments(examples)
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, list) and value and all(isinstance(image, Tensor) for image in value):
+    """How many examples there are: the first size of the first tensor, or the number of images in a list of them.
+
+    >>> batch_of(({"image": torch.zeros(4, 3), "label": torch.zeros(4)},))
+    4
+    """
+    for value in pytree.tree_leaves(arguments(examples), is_leaf=_is_image_list):
+        if _is_image_list(value):
             return len(value)
         if isinstance(value, Tensor) and value.dim() > 0 and len(value) > 0:
             return len(value)
@@ -136,14 +170,18 @@ def with_batch(examples: Examples, size: int) -> Examples:
     batch = batch_of(examples)
 
     def fit(value: Any) -> Any:
-        if isinstance(value, list) and len(value) == batch:
+        if _is_image_list(value) and len(value) == batch:
             return [value[i % batch] for i in range(size)]
         if not isinstance(value, Tensor) or value.dim() == 0 or len(value) != batch:
             return value
         return value[torch.arange(size, device=value.device) % batch]
 
-    args, kwargs = arguments(examples)
-    return {k: fit(v) for k, v in kwargs.items()} if kwargs else tuple(fit(a) for a in args)
+    args, kwargs = pytree.tree_map(fit, arguments(examples), is_leaf=_is_image_list)
+    return kwargs if kwargs else args  # type: ignore[no-any-return]
+
+
+def _is_image_list(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(image, Tensor) for image in value)
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from deephoyer.errors import UserError, unknown
-from deephoyer.inference import Examples, arguments, at_rest, device_of, moved, with_batch
+from deephoyer.inference import Examples, arguments, at_rest, batch_of, call, device_of, moved, with_batch
 
 MODES = ("eager", "cuda-graph", "compiled")
 """How a network is run when it is timed."""
@@ -68,8 +68,20 @@ def measure(
     for size in batch_sizes:
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise UserError(f"summary: {size!r} is not a batch size; it must be a whole number of at least 1.")
-    by_batch = [_at_batch(models, with_batch(examples, size), size, seconds, mode) for size in batch_sizes]
+    by_batch = [_at_batch(models, *batch, seconds, mode) for batch in _batches(models[0], examples, batch_sizes)]
     return [[at_size[i] for at_size in by_batch] for i in range(len(models))]
+
+
+def _batches(model: nn.Module, examples: Examples, sizes: Sequence[int]) -> list[tuple[Examples, int]]:
+    """The examples at each size; as they are where the model takes no other number of them: a graph with its edges."""
+    batches = [(with_batch(examples, size), size) for size in sizes]
+    try:
+        with at_rest(model):
+            for batch, _ in batches:
+                call(model, batch)
+    except Exception:
+        return [(examples, batch_of(examples))]
+    return batches
 
 
 def _at_batch(models: Sequence[nn.Module], examples: Examples, size: int, seconds: float, mode: str) -> list[Latency]:

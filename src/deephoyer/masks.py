@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from deephoyer.errors import UserError, positive_whole, shown, true_or_false
-from deephoyer.groups import Kinds, Unit, groupings
+from deephoyer.groups import Kinds, Unit, groupings, weights_for
 from deephoyer.kernels.zeroing import Zeroing, laid_like
 from deephoyer.optimizers import Replaced, bare
 from deephoyer.rules import Rule, Scores
 from deephoyer.scores import Calibration, Loss, Score, scores_of
 from deephoyer.sharded import is_sharded, local, reshard, same_cut, share_of, whole
-from deephoyer.weights import find_weights, left_out, named_parameters, told
+from deephoyer.weights import all_computed, find_weights, left_out, named_parameters, told
 
 
 @dataclass(frozen=True)
@@ -286,6 +286,8 @@ def cut(
 
 
 def _tell_frozen(model: nn.Module, parameters: str | Iterable[str] | None) -> None:
+    if parameters is None and all_computed(model):
+        return
     meant, trained = ([w.name for w in find_weights(model, parameters, frozen)] for frozen in (True, False))
     frozen = [name for name in meant if name not in trained]
     if frozen:
@@ -322,8 +324,9 @@ def scored(
 ) -> tuple[list[Unit], list[Scores]]:
     """What a rule is asked about: the units of these groups, and the scores of each."""
     reshard(model)
-    weights = find_weights(model, parameters)
-    units = [unit for grouping in groupings(groups) for unit in grouping.units(weights)]
+    kinds = groupings(groups)
+    weights = weights_for(model, kinds, parameters)
+    units = [unit for grouping in kinds for unit in grouping.units(weights)]
     if batches is not None and any(is_sharded(t) for unit in units for t in unit.tensors):
         raise UserError(
             "prune: scores from batches need whole weights; prune before sharding, or by score='magnitude'."

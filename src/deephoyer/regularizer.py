@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from deephoyer import strength as strengths
 from deephoyer.errors import UserError, first_line, not_negative, one_of, shown, unknown
-from deephoyer.groups import Kinds, Unit, groupings
+from deephoyer.groups import Kinds, Unit, groupings, weights_for
 from deephoyer.kernels import Backend, choose
 from deephoyer.optimizers import Replaced, bare
 from deephoyer.penalties import PENALTIES, HoyerSquare, Penalty, hoyer_measure, trimming_threshold
 from deephoyer.sharded import reshard
 from deephoyer.terms import Scale, Term
 from deephoyer.text_table import text_table
-from deephoyer.weights import find_weights, left_out, told
+from deephoyer.weights import left_out, told
 
 WEIGHINGS = ("alike", "size")
 
@@ -59,8 +59,8 @@ class Regularizer:
         if not isinstance(self.penalty, Penalty):
             raise UserError(f"penalty: {shown(penalty)} is neither a penalty nor the name of one; HoyerSquare() is.")
         reshard(model)
-        weights = find_weights(model, parameters)
         chosen = groupings(groups)
+        weights = weights_for(model, chosen, parameters)
         self.schedules = _schedules(strength, [g.name for g in chosen])
         self.steps = 0
         self.terms: list[Term] = []

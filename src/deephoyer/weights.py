@@ -97,6 +97,16 @@ def all_weights(model: nn.Module) -> list[Weight]:
     return [weight for weight in found if not is_lazy(weight.tensor)]
 
 
+def all_computed(model: nn.Module) -> bool:
+    """Whether layers have weights that are computed from other tensors, and none has one of its own.
+
+    >>> layer = nn.Linear(2, 2)
+    >>> all_computed(layer), all_computed(nn.utils.parametrizations.weight_norm(layer))
+    (False, True)
+    """
+    return bool(_computed(model)) and not _default(model)
+
+
 def left_out(model: nn.Module, covered: Iterable[str]) -> dict[str, str]:
     """The parameters that are not `covered`, with what each is; tied ones under no second name.
 

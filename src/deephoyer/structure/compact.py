@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from deephoyer.errors import UserError, one_of, shown, true_or_false
-from deephoyer.inference import Examples, outside_inference_mode
+from deephoyer.inference import Examples, outside_modes
 from deephoyer.pretrained import note_shape
 from deephoyer.structure.channels import IN, OUT, ChannelGraph, Place
-from deephoyer.structure.coupled import Coupled, clean_copy, shared_copy
+from deephoyer.structure.coupled import Coupled, clean_copy, shared_copy, uncalled
 from deephoyer.structure.equality import Differs, same
 from deephoyer.structure.fold_constants import Folded, fold, shared_layers
 from deephoyer.structure.joints import ConstantLayer, around, gather, laid_out, merged, replace
@@ -91,7 +92,7 @@ def idle_line(names: list[str]) -> str:
     return f"not called in eval mode, so unchanged; may no longer fit in training: {', '.join(names)}"
 
 
-@outside_inference_mode
+@outside_modes
 def compact(
     model: nn.Module,
     example_inputs: Examples,
@@ -124,6 +125,8 @@ def compact(
     if groups is not None and groups.graph.exact != exact:
         raise UserError(f"compact: exact={exact}, but the groups were made with exact={groups.graph.exact}.")
     model = with_values(model)
+    if groups is None:
+        model = _without_masks(model)
     graph = _graph(model, groups or Coupled(model, example_inputs, exact))
     if joints == "gather":
         return _compacted(model, example_inputs, graph, _inner(graph), True)
@@ -131,6 +134,19 @@ def compact(
         return _compacted(model, example_inputs, graph, _reads_input(model, graph), False)
     except Differs:  # a forward of its own may ask a layer for what a joint doesn't have, its sizes or its weight
         return _compacted(model, example_inputs, graph, [], False)
+
+
+def _without_masks(model: nn.Module) -> nn.Module:
+    """The model itself; or a copy in which what `torch.nn.utils.prune` masks is zero, where it masks anything."""
+    if not prune.is_pruned(model):
+        return model
+    plain = clean_copy(model)
+    for module, copied in zip(model.modules(), plain.modules(), strict=True):
+        copied.training = module.training
+        for hook in list(copied._forward_pre_hooks.values()):
+            if isinstance(hook, prune.BasePruningMethod):
+                prune.remove(copied, hook._tensor_name)
+    return plain
 
 
 def _compacted(
@@ -158,9 +174,9 @@ def _compacted(
         _stand_still(small, _inner(graph), fold(small, example_inputs), report)
     report.sets = _sets(graph, gone)
     _add_joints(small, jointed, outputs, report)
-    report.idle = [n for n, m in model.named_modules() if kind_of(m) in (LINEAR, CONV) and n not in graph.order]
-    tried = any(one.reason is None for one in report.sets)  # which a network that draws random numbers does not pass
-    if changed or report.joints or not tried:  # else it is a copy
+    report.idle = uncalled(model, graph)
+    proven = any(one.reason is None for one in report.sets)  # where no set was tried, nothing was compared yet
+    if changed or report.joints or not proven:  # else it is a copy
         alive = alive_outputs(model, graph, dead, gone)
         whole = shared_copy(model)
         report.error = same(whole, small, example_inputs, alive, exact=graph.exact, rounding=graph.rounding)

@@ -15,15 +15,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from deephoyer.errors import UserError, true_or_false
 from deephoyer.groups import Grouping, Slices, SliceUnit, Unit
-from deephoyer.inference import Examples, call, outside_inference_mode, plain_attention
+from deephoyer.inference import Examples, call, outside_modes, plain_attention
+from deephoyer.sharded import is_sharded
 from deephoyer.structure.channels import ChannelGraph, ChannelSet, Place
 from deephoyer.structure.equality import Differs, Outputs, all_nan, compare, drawn_answers
 from deephoyer.structure.follow import CannotFollow, follow
-from deephoyer.structure.inputs import one_sample
-from deephoyer.structure.layers import filled
+from deephoyer.structure.inputs import one_sample, tensors_in
+from deephoyer.structure.layers import CONV, LINEAR, filled, kind_of
 from deephoyer.structure.remove import alive_outputs, homes_of, remove, replace_tensor, spare_last, tensor_of, zero
 from deephoyer.structure.sizes import Setting, SizeRule, apply_sizes, learn_sizes
 from deephoyer.weights import CONVOLUTIONS, LAYERS, TRANSPOSED, Weight, with_values
@@ -67,13 +69,16 @@ class Coupled(Grouping):
         others = {id(m.weight) for m in self.model.modules() if isinstance(m, LAYERS)} - meant if meant else set()
         named = dict(self.model.named_parameters(remove_duplicate=False))
         units: list[Unit] = []
+        frozen = 0.0
         for one in self.sets:
             parts = self._parts(one, named) if one.reason is None and self._meant(one) else []
-            if parts and all(p.tensor.requires_grad and id(p.tensor) not in others for p in parts):
+            if not all(p.tensor.requires_grad for p in parts):
+                frozen += one.share
+            elif parts and not any(id(p.tensor) in others for p in parts):
                 units.append(SliceUnit(one.name, parts, count=len(one.channels)))
         if not units:
             raise UserError(
-                f"{self.name}: no {self.what} of this model can be removed{self._because()}. "
+                f"{self.name}: no {self.what} of this model can be removed{self._because(frozen)}. "
                 "With parameters=, all layers that a channel runs through must be among them; and it must be made from "
                 "this very model, not from a copy."
             )
@@ -87,8 +92,10 @@ class Coupled(Grouping):
                 shares[one.reason] = shares.get(one.reason, 0.0) + one.share
         return dict(sorted(shares.items(), key=lambda pair: -pair[1]))
 
-    def _because(self) -> str:
-        reasons = [(why, share) for why, share in self.held().items() if why not in ("network input", "network output")]
+    def _because(self, frozen: float) -> str:
+        held = self.held() | ({"parameters of theirs are frozen (requires_grad)": frozen} if frozen else {})
+        reasons = [(why, share) for why, share in held.items() if why not in ("network input", "network output")]
+        reasons.sort(key=lambda pair: -pair[1])
         return ": " + "; ".join(f"{share:.0%} stay because {why}" for why, share in reasons[:3]) if reasons else ""
 
     def _parts(self, one: ChannelSet, named: dict[str, nn.Parameter]) -> list[Slices]:
@@ -149,7 +156,7 @@ def _is_matrix(model: nn.Module, name: str) -> bool:
     return tensor.dim() <= 2 or (tensor.dim() == 3 and not isinstance(module, CONVOLUTIONS + TRANSPOSED))
 
 
-@outside_inference_mode
+@outside_modes
 def proven(model: nn.Module, inputs: Examples, exact: bool = True) -> ChannelGraph:
     """The channel graph of a model, less what a trial removal shows to be wrong."""
     model = shared_copy(model)
@@ -175,8 +182,17 @@ def _followed(model: nn.Module, inputs: Examples, exact: bool) -> tuple[ChannelG
     sample = one_sample(inputs)
     if sample is not inputs:
         with suppress(CannotFollow):
-            return *follow(shared_copy(model), sample, exact=exact), sample
+            graph, outputs = follow(shared_copy(model), sample, exact=exact)
+            if not uncalled(model, graph):
+                return graph, outputs, sample
     return *follow(shared_copy(model), inputs, exact=exact), inputs
+
+
+def uncalled(model: nn.Module, graph: ChannelGraph) -> list[str]:
+    """Layers that the examples don't reach: auxiliary heads; or experts, of which more examples may reach more."""
+    return [
+        name for name, module in model.named_modules() if kind_of(module) in (LINEAR, CONV) and name not in graph.order
+    ]
 
 
 def clean_copy(model: nn.Module) -> nn.Module:
@@ -190,6 +206,15 @@ def shared_copy(model: nn.Module) -> nn.Module:
 
 
 def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """What a forward has left in attributes (an attention map, a weight times its mask) is copied by its values."""
+    for module in model.modules():
+        left = [value for name, value in vars(module).items() if name not in ("_parameters", "_buffers", "_modules")]
+        memo |= {id(t): t.detach().clone() for t in tensors_in(left) if not t.is_leaf}
+    for name, tensor in model.named_parameters():
+        if is_traceable_wrapper_subclass(tensor) and not is_sharded(tensor):
+            raise UserError(
+                f"{name} is a {type(tensor).__name__}: compact the network before it is quantized or sharded."
+            )
     try:
         return copy.deepcopy(model, memo).eval()
     except Exception as why:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from deephoyer.errors import UserError
-from deephoyer.inference import Examples, call
+from deephoyer.inference import Examples, call, same_draws
 from deephoyer.structure.inputs import drawn_like, outputs_in, tensors_in
 from deephoyer.structure.layers import channel_dim, kind_of
 from deephoyer.structure.ties import Choices, ChosenAlike
@@ -84,11 +84,12 @@ def answers(model: nn.Module, inputs: Examples, inside: Outputs | None = None) -
     with torch.no_grad(), _full_precision():
         if inside is not None:
             inside.clear()
-            with listening(model, lambda name, tensor: inside.append((name, tensor.clone()))):
+            with same_draws(model), listening(model, lambda name, tensor: inside.append((name, tensor.clone()))):
                 outputs = outputs_in(call(model, inputs))
             if not listening_changes(model):
                 return outputs
-        return outputs_in(call(model, inputs))
+        with same_draws(model):
+            return outputs_in(call(model, inputs))
 
 
 def drawn_answers(
@@ -140,7 +141,7 @@ def compare(
             worst = chosen
         if inside and apart:
             with listening(small, beside.hear):
-                call(small, inputs)
+                _run(small, inputs)
         if beside.first:
             raise Differs(f"the smaller network gives something else in {beside.first}.", beside.first)
     return None if all_nan(before) else worst
@@ -160,11 +161,11 @@ def _worst(before: list[Tensor], after: list[Tensor]) -> float:
 
 def but_for_ties(big: nn.Module, small: nn.Module, inputs: Examples, limit: float) -> float:
     """The largest error where both choose alike between numbers that are equal."""
-    with (choices := Choices()):
+    with same_draws(big), (choices := Choices()):
         before = outputs_in(call(big, inputs))
     if not choices.made:
         return float("inf")
-    with ChosenAlike(choices, lambda a, b: error(a, b) <= limit):
+    with same_draws(small), ChosenAlike(choices, lambda a, b: error(a, b) <= limit):
         return _worst(before, outputs_in(call(small, inputs)))
 
 
@@ -190,7 +191,8 @@ def _full_precision() -> Iterator[None]:
 def _run(model: nn.Module, inputs: Examples) -> Any:
     """Runs a model that may have been cut wrongly: an exception says in which module."""
     try:
-        return call(model, inputs)  # as it will be used: hooks keep torch from its fast ways through some layers
+        with same_draws(model):
+            return call(model, inputs)  # as it will be used: hooks keep torch from its fast ways through some layers
     except UserError:
         raise
     except Exception as why:
@@ -217,7 +219,7 @@ def _where_it_fails(model: nn.Module, inputs: Examples) -> str:
 def first_difference(before: Outputs, small: nn.Module, inputs: Examples, matter: Matter) -> str:
     """The first module whose outputs differ; empty where it is none, or the model itself."""
     beside = Beside(before, small, matter)
-    with listening(small, beside.hear):
+    with listening(small, beside.hear), same_draws(small):
         call(small, inputs)
     return beside.first
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from deephoyer.errors import UserError, first_line
-from deephoyer.inference import Examples, arguments, call, plain_attention
+from deephoyer.inference import Examples, arguments, call, plain_attention, plain_recurrence, unchecked_distributions
 from deephoyer.structure import operations, products
 from deephoyer.structure.attention import opened
 from deephoyer.structure.channel_ids import Labels
@@ -55,7 +55,7 @@ def follow(model: nn.Module, inputs: Examples, exact: bool = True) -> tuple[Chan
     for tensor in given:
         if not tensor.is_floating_point() and not tensor.is_complex():
             follower.n.set_discrete(tensor)
-    with torch.no_grad(), plain_attention:
+    with torch.no_grad(), plain_attention, plain_recurrence, unchecked_distributions:
         try:
             with Asking(follower.asks), follower:
                 outputs = call(model, inputs)
@@ -92,6 +92,7 @@ class Follower(TorchDispatchMode):
         self._counter = CallCounter()
         self._sizes: set[SizeRule] = set()
         self._branching: dict[str, str] = {}
+        self._choosing: dict[str, str] = {}
         self._passed: dict[str, list[Tensor]] = {}  # what goes into and comes out of the modules that each one calls
         self._calls: dict[Call, tuple[list[int], list[int], list[list[Tensor]]]] = {}
         self._modules = dict(model.named_modules())
@@ -158,6 +159,8 @@ class Follower(TorchDispatchMode):
             if opened(module):
                 self._open_attention(name, module)
             self._check(name, module, tensors_in((args, kwargs)))
+            if name in self._choosing and (other := self._uncalled(name)) is not None:
+                self._branching.setdefault(name, f"{self.where()} {self._choosing[name]}, and {other!r} is not called")
             if name in self._branching:
                 self._keep_whole(name, module, tensors_in((args, kwargs, output)))
             self._asleep -= opaque
@@ -168,6 +171,11 @@ class Follower(TorchDispatchMode):
 
         self._hooks.append(module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
         self._hooks.append(module.register_forward_hook(leave, with_kwargs=True))
+
+    def _uncalled(self, name: str) -> str | None:
+        """A module with parameters of its own, inside the one of this name, which has not been called."""
+        inside = (n for n, m in self._modules.items() if m._parameters and n.startswith(f"{name}." if name else ""))
+        return next((n for n in inside if n != name and n not in self._order), None)
 
     def unhook(self) -> None:
         for hook in self._hooks:
@@ -259,7 +267,7 @@ class Follower(TorchDispatchMode):
             n.of(op.args[1], dims=2)  # the places of a kernel are no channels
         if op.outs and not any(t.numel() for t in op.outs) and not all(t.numel() for t in op.given):
             n.fix(op.given, f"nothing comes to {op.where} for these examples")
-        elif any(n.known(t) for t in op.given):
+        elif any(n.known(t) for t in op.given) or rule_of(op) is operations.makes:
             try:
                 rule_of(op)(n, op)
                 fits = all(n.fits(t) for t in op.outs)
@@ -275,6 +283,9 @@ class Follower(TorchDispatchMode):
         if weight and op.given:
             for tensor in op.outs:
                 n.set_view(tensor)
+        elif (made_from := scaled_weight(n, op)) is not None:
+            n.set(op.outs[0], n.of(made_from))  # of all that met, what the channels are named after
+            n.set_view(op.outs[0])
 
     def _heads(self, module: str, size: int) -> bool:
         """Whether a module says somewhere that it has so many heads."""
@@ -288,11 +299,15 @@ class Follower(TorchDispatchMode):
             module = module.rpartition(".")[0]
 
     def _note_branches(self, func: Any, args: Any) -> None:
-        if func.overloadpacket.__name__ not in ("_local_scalar_dense", "is_nonzero", "equal"):
+        name = func.overloadpacket.__name__
+        module = self._stack[-1] if self._stack else ""
+        masks = name == "index" and any(t.dtype == torch.bool for t in tensors_in(args[1]))
+        if masks or name in ("nonzero", "masked_select"):
+            self._choosing[module] = "picks by the values of a tensor what it hands on"
+        if name not in ("_local_scalar_dense", "is_nonzero", "equal"):
             return
         if all(self.n.is_constant(t) or self.n.is_discrete(t) for t in tensors_in(args)):
             return
-        module = self._stack[-1] if self._stack else ""
         self._branching.setdefault(module, f"{self.where()} decides by the values of a tensor")
 
     def _note_rounding(self, tensors: list[Tensor]) -> None:
@@ -371,6 +386,28 @@ class Follower(TorchDispatchMode):
         for out, source in zip(places[name, OUT].tolist(), module.source, strict=True):
             if source >= 0:
                 yield int(places[name, IN][source]), out
+
+
+def scaled_weight(n: Labels, op: Operation) -> Tensor | None:
+    """The weight that an operation gives scaled: times a mask or a number, or a function of it (fake quantization).
+
+    Zeros of the weight are zeros of the result.
+    """
+    name = op.name.rstrip("_")
+    if len(op.outs) != 1 or not all(n.is_constant(t) for t in op.given):
+        return None
+    if name not in ("mul", "div") and not (len(op.given) == 1 and _keeps_zero(op)):
+        return None
+    factors = op.given[:1] if name == "div" else op.given
+    whole = [t for t in factors if n.is_weight(t) and t.shape == op.outs[0].shape and t.dim() > 1]
+    return min(whole, key=n.is_buffer, default=None)
+
+
+def _keeps_zero(op: Operation) -> bool:
+    """Whether an operation on single elements makes zero of zero."""
+    if torch.Tag.pointwise not in op.func.tags or op.args[0] is not op.given[0]:
+        return False
+    return not op.func(op.args[0].new_zeros(1), *op.args[1:], **op.kwargs).any()
 
 
 def rule_of(op: Operation) -> Rule:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from deephoyer.inference import Examples
@@ -29,10 +29,27 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 
 def outputs_in(tree: Any) -> list[Tensor]:
-    """The tensors that a network computes for its user: all but what it remembers for the next token."""
+    """The tensors that a network computes for its user: all but what it remembers for the next token.
+
+    An object of another kind (a distribution, a result with attributes) may hold some, too.
+    """
     if isinstance(tree, Mapping):
         tree = {key: value for key, value in tree.items() if key not in REMEMBERED}
-    return tensors_in(tree)
+    return tensors_in(pytree.tree_map(_attributes, tree))
+
+
+def _attributes(leaf: Any) -> Any:
+    """What an object of somebody's own class holds, as far down as there are such objects; anything else as it is."""
+    seen: set[int] = set()
+
+    def inside(value: Any) -> Any:
+        known = isinstance(value, Tensor | nn.Module | type) or hasattr(value, "__dataclass_fields__")
+        if known or callable(value) or not hasattr(value, "__dict__") or id(value) in seen:
+            return value
+        seen.add(id(value))
+        return pytree.tree_map(inside, dict(vars(value)))
+
+    return inside(leaf)
 
 
 def one_sample(inputs: Examples) -> Examples:

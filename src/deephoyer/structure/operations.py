@@ -324,6 +324,22 @@ def pointwise(n: Labels, op: Operation) -> None:
         n.set(tensor, axes if tensor.shape == target.shape else [])
 
 
+def fills(n: Labels, op: Operation) -> None:
+    """A tensor made on the way is written into part by part; channels that lie whole in each part are the tensor's."""
+    part, source = op.args[:2]
+    whole = n.written_into(part) if part._is_view() and not n.known(part) else None
+    axes = [like(axis, part.dim()) for axis in n.of(source)] if isinstance(source, Tensor) else []
+    if whole is None or whole.dim() != part.dim():
+        return pointwise(n, op)
+    if any(n.varies(axis, d) and part.shape[d] != whole.shape[d] for axis in axes for d in range(part.dim())):
+        return pointwise(n, op)
+    sizes = [1 if mine != its else its for mine, its in zip(part.shape, whole.shape, strict=True)]
+    axes = [shortened(n, axis, [d for d, s in enumerate(sizes) if s == 1]) for axis in axes]
+    axes = meet(n, [(sizes, axes), *([(sizes, n.of(whole))] if n.known(whole) else [])], op.where)
+    n.set(whole, axes)
+    n.set(part, axes)
+
+
 def _unexpanded(tensor: Tensor) -> list[int]:
     """Its sizes, 1 where it was expanded: that follows what it was expanded to, as a trial shows."""
     return [1 if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
@@ -427,6 +443,13 @@ def makes(n: Labels, op: Operation) -> None:
         n.set_passing(tensor)
 
 
+def draws(n: Labels, op: Operation) -> None:
+    """With fewer channels other numbers would be drawn."""
+    n.fix(op.given, f"{op.where} draws random numbers for them")
+    for tensor in op.outs:
+        n.set(tensor, n.of(op.args[0]))
+
+
 def scatters(n: Labels, op: Operation) -> None:
     """Rows of one tensor added up in another, at places given by an index: neighbours in a graph."""
     target, dim, source = op.args[0], op.args[1], op.args[3]
@@ -440,6 +463,30 @@ def scatters(n: Labels, op: Operation) -> None:
     axes = meet(n, parts, op.where)
     for tensor in (target, *op.outs):
         n.set(tensor, axes)
+
+
+def packs(n: Labels, op: Operation) -> None:
+    """Sequences of different lengths laid end to end, or side by side again: features stay features."""
+    x, out = op.args[0], op.outs[0]
+    tokens = 2 if op.name == "_pack_padded_sequence" else 1  # dimensions that are tokens and batch
+    axes = []
+    for axis in n.of(x):
+        if any(n.varies(axis, d) for d in range(tokens)):
+            n.joined.fix(axis, f"{op.where} packs them by their position")
+            continue
+        features = shortened(n, axis, range(tokens)).flatten(0, tokens - 1)
+        axes.append(like(features, out.dim()))
+    n.set(out, axes)
+
+
+def samples(n: Labels, op: Operation) -> None:
+    """Values read off a map at places that another tensor says: each channel, dimension 1, by itself."""
+    x, out = op.args[0], op.outs[0]
+    spread = [axis for axis in n.of(x) if any(n.varies(axis, d) for d in range(x.dim()) if d != 1)]
+    if spread or any(n.known(t) for t in op.given[1:]):
+        return mixes(n, op)
+    shape = [-1 if d == 1 else 1 for d in range(out.dim())]
+    n.set(out, [n.line(axis, 1).view(shape) for axis in n.of(x)])
 
 
 SPATIAL = ("max_pool", "avg_pool", "adaptive_", "_adaptive_", "upsample_", "_upsample_", "reflection_", "replication_")
@@ -459,7 +506,8 @@ _RULES: tuple[tuple[Rule, str], ...] = (
     (views, "view _unsafe_view reshape _reshape_alias"),
     (restrides, "as_strided"),
     (pads, "constant_pad_nd"),
-    (pointwise, "hardswish _prelu_kernel native_dropout copy masked_fill where zeros_like ones_like"),
+    (pointwise, "hardswish _prelu_kernel native_dropout masked_fill where zeros_like ones_like full_like empty_like"),
+    (draws, "randn_like rand_like randint_like bernoulli normal multinomial poisson exponential uniform"),
     # In place these have no tag in torch 2.9.
     (pointwise, "hardtanh leaky_relu elu gelu mish hardsigmoid celu selu threshold rrelu"),
     (reduces, "mean sum amax amin max min var std norm linalg_vector_norm logsumexp prod var_mean any all"),
@@ -467,6 +515,9 @@ _RULES: tuple[tuple[Rule, str], ...] = (
     (shuffles_pixels, "pixel_shuffle pixel_unshuffle"),
     (gates, "glu"),
     (unfolds, "im2col col2im"),
+    (fills, "copy"),
+    (packs, "_pack_padded_sequence _pad_packed_sequence"),
+    (samples, "grid_sampler_2d grid_sampler_3d roi_align roi_pool"),
 )
 RULES: dict[str, Rule] = {name: rule for rule, names in _RULES for name in names.split()}
 

@@ -122,6 +122,7 @@ def asked_sizes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> lis
     first = func in SPLITS or len(rest) == 1 or func in (torch.full, Tensor.new_full)
     given = named[0] if named else rest[0] if first else rest
     sizes = [given] if isinstance(given, NUMBERS) else list(given) if isinstance(given, list | tuple) else []
+    sizes = [int(s) if isinstance(s, Tensor) and s.dim() == 0 and not s.is_floating_point() else s for s in sizes]
     return sizes if all(isinstance(size, NUMBERS) for size in sizes) else []
 
 

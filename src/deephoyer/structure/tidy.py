@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from deephoyer.inference import Examples, outside_inference_mode
+from deephoyer.inference import Examples, outside_modes
 from deephoyer.structure.compact import dead_channels
 from deephoyer.structure.coupled import Coupled, clean_copy
 from deephoyer.structure.equality import same
@@ -16,7 +16,7 @@ from deephoyer.structure.fold_constants import fold
 from deephoyer.structure.remove import zero
 
 
-@outside_inference_mode
+@outside_modes
 def tidy(model: nn.Module, example_inputs: Examples, *, groups: Coupled | None = None) -> nn.Module:
     """A copy in eval mode without idle weights; `Differs` is raised if its outputs are not the same.
 
