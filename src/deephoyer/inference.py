@@ -48,11 +48,11 @@ class _Switched:
 
 
 def _libraries() -> tuple[bool, bool]:
-    return torch.backends.mkldnn.enabled, torch.backends.cudnn.enabled
+    return bool(torch.backends.mkldnn.enabled), torch.backends.cudnn.enabled
 
 
 def _set_libraries(enabled: tuple[bool, bool]) -> None:
-    torch.backends.mkldnn.enabled, torch.backends.cudnn.enabled = enabled
+    torch.backends.mkldnn.enabled, torch.backends.cudnn.enabled = enabled  # type: ignore[assignment]
 
 
 plain_attention = _Switched(torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled, False)
@@ -118,7 +118,7 @@ def call(model: nn.Module, examples: Examples) -> Any:
 def moved(examples: Examples, place: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The examples as positional and keyword arguments; their tensors, those in lists and dicts too, at that place."""
     args, kwargs = arguments(examples)
-    return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(place), (args, kwargs))  # type: ignore[no-any-return]
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(place), (args, kwargs))
 
 
 @contextmanager
@@ -177,7 +177,7 @@ def with_batch(examples: Examples, size: int) -> Examples:
         return value[torch.arange(size, device=value.device) % batch]
 
     args, kwargs = pytree.tree_map(fit, arguments(examples), is_leaf=_is_image_list)
-    return kwargs if kwargs else args  # type: ignore[no-any-return]
+    return kwargs if kwargs else args
 
 
 def _is_image_list(value: Any) -> bool:
