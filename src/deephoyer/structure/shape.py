@@ -260,11 +260,12 @@ def _size_steps(model: nn.Module, sizes: Any) -> list[Step]:
 
 
 def _size_step(module: nn.Module, name: str, key: str, value: Any) -> Step:
-    call, colon, position = key.partition(":")
-    if colon:
-        _require(call.isdigit() and position.isdigit(), f"{name!r}: {key!r} is not a call and a position")
+    if ":" in key:
+        place = key.split(":")
+        good = len(place) in (2, 3) and all(part.isdigit() for part in place)
+        _require(good, f"{name!r}: {key!r} is not a call, a position and a size")
         size = _number(name, value, 1, 2**31)
-        return lambda renewed: narrowed(module, int(call), int(position), size)
+        return lambda renewed: narrowed(module, tuple(map(int, place)), size)
     before = vars(module).get(key)
     if isinstance(before, float) and isinstance(value, float):
         _require(0 < value < 1, f"{name!r}: {value!r} is no {key}")
