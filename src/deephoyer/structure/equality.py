@@ -90,7 +90,7 @@ def same(
 def answers(model: nn.Module, inputs: Examples) -> list[Tensor]:
     """A network's outputs, in full precision."""
     with torch.no_grad(), _full_precision():
-        return outputs_in(call(model, inputs))
+        return outputs_in(_called(model, inputs))
 
 
 def drawn_answers(model: nn.Module, inputs: Examples, seed: int) -> tuple[Examples, list[Tensor]]:
@@ -150,11 +150,11 @@ def _worst(before: list[Tensor], after: list[Tensor]) -> float:
 def but_for_ties(big: nn.Module, small: nn.Module, inputs: Examples, limit: float) -> float:
     """The largest error where both choose alike between numbers that are equal."""
     with (choices := Choices()):
-        before = outputs_in(call(big, inputs))
+        before = outputs_in(_called(big, inputs))
     if not choices.made:
         return float("inf")
     with ChosenAlike(choices, lambda a, b: error(a, b) <= limit):
-        return _worst(before, outputs_in(call(small, inputs)))
+        return _worst(before, outputs_in(_called(small, inputs)))
 
 
 @contextmanager
@@ -179,7 +179,7 @@ def _full_precision() -> Iterator[None]:
 def _run(model: nn.Module, inputs: Examples) -> Any:
     """Runs a model that may have been cut wrongly: an exception says in which module."""
     try:
-        return call(model, inputs)  # as it will be used: hooks keep torch from its fast ways through some layers
+        return _called(model, inputs)  # as it will be used: hooks keep torch from its fast ways through some layers
     except UserError:
         raise
     except Exception as why:
@@ -240,8 +240,16 @@ def module_outputs(model: nn.Module, inputs: Examples) -> Outputs:
         hooks.append(module.register_forward_hook(keep))
     try:
         with torch.no_grad():
-            call(model, inputs)
+            _called(model, inputs)
     finally:
         for hook in hooks:
             hook.remove()
     return seen
+
+
+def _called(model: nn.Module, inputs: Examples) -> Any:
+    """The model's output, with the same random numbers each time: some networks draw which patches they look at."""
+    cuda = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
+    with torch.random.fork_rng(devices=cuda):
+        torch.manual_seed(0)
+        return call(model, inputs)
