@@ -397,7 +397,8 @@ def _changed(
     """The sizes with these changes, if the call asks for what it asked for then (others it may have computed)."""
     if not all(position < len(asked) for position, _, _ in changes):
         return None
-    if not alike(before is None or asked[position] == before for position, before, _ in changes):
+    same = alike(before is None or asked[position] == before for position, before, _ in changes)
+    if elements is not None and not same:  # bounds of slices are counted from either end, and say less
         return None
     sizes = list(asked)
     for position, _, value in changes:
