@@ -104,6 +104,22 @@ def test_what_lost_more_in_one_layer_is_refused_by_the_plain_class_and_loaded_by
     assert torch.equal(dh.from_pretrained(tmp_path)(**ids())[0], small(**ids())[0])
 
 
+BART = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4}
+BART |= {"decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
+
+
+@pytest.mark.parametrize(
+    "kind, settings",
+    [("GPTNeoXForCausalLM", WIDE), ("BartForConditionalGeneration", BART)],
+    ids=["tensors that its library renames", "embeddings of its own class, tied three times"],
+)
+def test_a_compacted_model_comes_back_where_files_and_model_name_tensors_differently(kind, settings, tmp_path):
+    small = halved(hugging_face(kind, **settings), ids())
+    small.save_pretrained(tmp_path)
+    with torch.no_grad():
+        assert torch.equal(dh.from_pretrained(tmp_path)(**ids()).logits, small(**ids()).logits)
+
+
 def test_a_file_that_lacks_a_tensor_or_has_one_too_many_is_refused(tmp_path):
     small = halved(llama(), ids())
     small.save_pretrained(tmp_path)

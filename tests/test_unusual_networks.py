@@ -73,6 +73,16 @@ def test_a_map_of_one_channel_does_not_tie_the_channels_it_is_laid_over():
     assert small.a.out_channels == 8 and largest_gap(net(x), small(x)) < 1e-12
 
 
+def test_a_network_that_draws_random_numbers_in_eval_mode_is_compared_with_the_same_ones():
+    def forward(net, x):
+        order = torch.rand(x.shape[1]).argsort()  # as masked autoencoders shuffle their patches
+        return net.b(F.relu(net.a(x[:, order])))
+
+    net, x = Net(forward, **linears(a=(4, 8), b=(8, 2))), numbers(2, 9, 4)
+    dh.prune(net, dh.Density(0.5), dh.Coupled(net, x))
+    assert dh.compact(net, x).a.out_features == 4
+
+
 class Graph(nn.Module):
     """Attention over the neighbours in a graph, and their mean, as graph libraries write them."""
 

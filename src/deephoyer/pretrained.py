@@ -56,7 +56,7 @@ def from_pretrained(folder: str | Path, model_class: Any = None) -> nn.Module:
             super().__init__(config, *args, **kwargs)
             reshape_(self, shape or {})
 
-    Shaped.__name__ = model_class.__name__
+    Shaped.__name__, Shaped.__module__ = model_class.__name__, model_class.__module__  # its library knows it by these
     try:
         model, found = Shaped.from_pretrained(folder, dtype="auto", local_files_only=True, output_loading_info=True)
         model.__class__ = model_class

@@ -42,6 +42,7 @@ class Labels:
         self._passing: dict[int, Tensor] = {}
         self._filled: dict[int, Tensor] = {}  # by the address of their memory
         self._mixed: dict[int, tuple[Tensor, list[Tensor], str]] = {}
+        self._parts: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor, str]] = {}
         self._starts: list[int] = []
         self._places: list[Place] = []
         named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
@@ -106,8 +107,11 @@ class Labels:
 
     def is_made(self, tensor: Tensor) -> bool:
         """Made on the way of nothing that was given, or for one use: it may follow others' sizes, as a trial shows."""
-        made = id(tensor) in self._passing or (id(tensor) in self._constants and id(tensor) not in self._own)
-        return made and not self.of(tensor)
+        return self.is_new(tensor) and not self.of(tensor)
+
+    def is_new(self, tensor: Tensor) -> bool:
+        """Made on the way of nothing that was given, or for one use."""
+        return id(tensor) in self._passing or (id(tensor) in self._constants and id(tensor) not in self._own)
 
     def set_passing(self, tensor: Tensor) -> None:
         self._of.pop(id(tensor), None)
@@ -180,12 +184,23 @@ class Labels:
             for axis in self.of(tensor):
                 self.joined.fix(axis, reason)
 
-    def mix(self, given: list[Tensor], outs: list[Tensor], reason: str) -> None:
+    def mix(self, axes: list[Tensor], outs: list[Tensor], reason: str) -> None:
         """Channels that are mixed in what an operation gives must stay, if ever that is used."""
-        axes = [axis for tensor in given for axis in self.of(tensor)]
         for tensor in outs:
             self.set(tensor, [])
-            self._mixed[id(tensor)] = (tensor, axes, reason)
+            if axes:
+                self._mixed[id(tensor)] = (tensor, axes, reason)
+
+    def take(self, tensor: Tensor, axis: Tensor, dim: int, part: Tensor, where: str) -> None:
+        """Notes the places along a dimension that a slice of the network's own numbers takes."""
+        new = (tensor, axis, torch.zeros(tensor.shape[dim], dtype=torch.bool), where)
+        self._parts.setdefault((id(tensor), dim), new)[2][part] = True
+
+    def finish(self) -> None:
+        """Rows of a table that no slice took may be wanted for other inputs, a longer text: none goes."""
+        for _, axis, taken, where in self._parts.values():
+            if not taken.all():
+                self.joined.fix(axis, f"{where} takes channels by their position")
 
     def use(self, tensors: list[Tensor]) -> None:
         for tensor in tensors:

@@ -175,13 +175,13 @@ def _compacted(
     report.sets = _sets(graph, gone)
     _add_joints(small, jointed, outputs, report)
     report.idle = uncalled(model, graph)
+    note_shape(small, example_inputs)  # before it is compared: a forward may read its configuration
     proven = any(one.reason is None for one in report.sets)  # where no set was tried, nothing was compared yet
     if changed or report.joints or not proven:  # else it is a copy
         alive = alive_outputs(model, graph, dead, gone)
         whole = shared_copy(model)
         report.error = same(whole, small, example_inputs, alive, exact=graph.exact, rounding=graph.rounding)
     report.parameters_after = _count(small)
-    note_shape(small, example_inputs)
     _settle(small, model)
     small.compact_report = report  # type: ignore[assignment]
     return small

@@ -161,19 +161,23 @@ def proven(model: nn.Module, inputs: Examples, exact: bool = True) -> ChannelGra
     """The channel graph of a model, less what a trial removal shows to be wrong."""
     model = shared_copy(model)
     woken = _wake(model)
-    graph, outputs, inputs = _followed(model, inputs, exact)
+    graph, outputs, sample = _followed(model, inputs, exact)
     if any(t.is_floating_point() and t.numel() and not t.abs().amax() < 1e6 for t in outputs):
         for parameter in woken:  # for which it is not made: in a deep one that was pruned they add up to infinity
             parameter.detach().zero_()
     tried: set[type[nn.Module]] = set()
     for _ in range(1 + 3 * len(graph.sets())):  # each time a kind of module is updated, or one set at least given up
         free = [one for one in graph.sets() if one.reason is None]
+        trial = sample
         try:
-            _try(model, graph, free, inputs, learn=True)
+            _try(model, graph, free, trial, learn=True)
+            if sample is not inputs:  # with more examples, or with padding, a forward may take another way
+                trial = inputs
+                _try(model, graph, free, trial)
             return graph
         except Differs as why:
             if not _update(model, graph, why.module, tried):
-                _give_up(model, graph, free, inputs, why)
+                _give_up(model, graph, free, trial, why)
     raise CannotFollow("coupled: the model's channels can't be worked out; give an inner module instead.")
 
 

@@ -152,6 +152,10 @@ class Follower(TorchDispatchMode):
             self._asleep += opaque
 
         def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            with torch._C.DisableTorchFunction():  # or what is done here would be counted among the network's calls
+                account(module, args, kwargs, output)
+
+        def account(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if wiring:
                 self._wire(name, module, tensors_in((args, kwargs))[0], output)
             if norm is not None:
@@ -329,6 +333,7 @@ class Follower(TorchDispatchMode):
 
     def graph(self) -> ChannelGraph:
         n, find = self.n, self.n.joined.find
+        n.finish()
         nodes: dict[Place, Tensor] = dict(n.places)
         for name, (outs, ins) in self._wirings.items():
             nodes[name, OUT], nodes[name, IN] = outs, ins

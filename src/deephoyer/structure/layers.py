@@ -215,12 +215,10 @@ def _inputs(weight: Tensor, dim: int, keep: Tensor, groups: int) -> Tensor:
 
 
 def loose_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Parameters and floating-point buffers outside the known layers, by name, each once."""
-    found: dict[int, tuple[str, Tensor]] = {}
+    """Parameters and floating-point buffers outside the known layers, under every name that they have."""
+    found: list[tuple[str, Tensor]] = []
     for prefix, module in model.named_modules():
-        if kind_of(module) is not None:
-            continue
-        for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
-            if tensor.is_floating_point():
-                found.setdefault(id(tensor), (f"{prefix}.{name}" if prefix else name, tensor))
-    return list(found.values())
+        if kind_of(module) is None:
+            own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+            found += [(f"{prefix}.{name}" if prefix else name, t) for name, t in own if t.is_floating_point()]
+    return found

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from deephoyer.structure.channel_ids import Labels, like, overlap, squeezed
 from deephoyer.structure.inputs import tensors_in
-from deephoyer.structure.sizes import Setting, counts_heads
+from deephoyer.structure.sizes import Computed, Setting, counts_heads
 
 
 @dataclass
@@ -53,7 +53,11 @@ Part = tuple[Sequence[int], list[Tensor]]  # a tensor's shape and its axes
 
 
 def mixes(n: Labels, op: Operation) -> None:
-    n.mix(op.given, op.outs, f"{op.name} in {op.where} may mix channels")
+    n.mix([axis for tensor in op.given for axis in n.of(tensor)], op.outs, _may_mix(op))
+
+
+def _may_mix(op: Operation) -> str:
+    return f"{op.name} in {op.where} may mix channels"
 
 
 # Operations that move elements.
@@ -82,6 +86,15 @@ def expands(n: Labels, op: Operation) -> None:
     n.set(op.out, [like(axis, op.out.dim()) for axis in n.of(op.args[0])])
 
 
+def pairs(n: Labels, op: Operation) -> None:
+    """Pairs of numbers seen as complex ones, or those as pairs: both of a pair stay or go."""
+    x = op.args[0]
+    if op.name == "view_as_real":
+        n.set(op.out, [axis.unsqueeze(-1) for axis in n.of(x)])
+    else:
+        n.set(op.out, [_short(n, axis, x.dim() - 1).squeeze(-1) for axis in n.of(x)])
+
+
 def repeats(n: Labels, op: Operation) -> None:
     times = list(op.args[1])
     axes = [like(axis, len(times)) for axis in n.of(op.args[0])]
@@ -97,10 +110,22 @@ def rearranges(n: Labels, op: Operation) -> None:
         return n.fix([x], f"{op.where} picks nothing of them for these examples")
     for axis in n.of(x):
         args = pytree.tree_map(lambda t, axis=axis: axis.expand(x.shape) if t is x else t, op.args)
-        if any(n.varies(axis, d) for d in _picked(op, x)):
-            n.joined.fix(axis, f"{op.where} picks channels by their position")
+        for d in (d for d in _picked(op, x) if n.varies(axis, d)):
+            n.joined.fix(_held_by_position(n, op, axis, d), f"{op.where} picks channels by their position")
         axes.append(squeezed(op.func(*args, **op.kwargs)))
     n.set(op.out, axes)
+
+
+def _held_by_position(n: Labels, op: Operation, axis: Tensor, dim: int) -> Tensor:
+    """The part of an axis that must stay for an index to pick the same; all of it, where that follows from the input.
+
+    An index from the end (`x[..., [-2], :]`) asks for what lies behind it.
+    """
+    index = op.args[1][dim] if op.name == "index" else None
+    if index is None or not n.is_constant(index) or index.dtype != torch.long or not bool((index < 0).all()):
+        return axis
+    start = axis.shape[dim] + int(index.min())
+    return axis.narrow(dim, start, axis.shape[dim] - start)
 
 
 def _picked(op: Operation, x: Tensor) -> list[int]:
@@ -114,17 +139,26 @@ def _picked(op: Operation, x: Tensor) -> list[int]:
 
 
 def takes(n: Labels, op: Operation) -> None:
-    """A slice by position: right for pixels and tokens, but channels would move when others go."""
+    """A slice by position: right for pixels and tokens, but channels would move when others go.
+
+    Every so many (`x[..., ::2]`) go with their neighbours, so that each slice keeps its own.
+    """
     x, dim = op.args[0], op.argument("dim", 1, 0) % op.args[0].dim()
+    step = op.argument("step", 4, 1) if op.name == "slice" else 1
     axes = []
     for axis in n.of(x):
         if axis.shape[dim] == 1:
             axes.append(axis.select(dim, 0) if op.name == "select" else axis)
             continue
-        told = op.name == "slice" and len(op.asked) == 2 and op.argument("step", 4, 1) == 1
+        told = op.name == "slice" and len(op.asked) == 2 and step == 1
         alone = op.name == "slice" and op.out.shape[dim] == 1
-        if op.out.numel() < x.numel() and n.varies(axis, dim) and (alone or not told):
-            n.joined.fix(axis, f"{op.where} takes channels by their position")
+        if op.out.numel() < x.numel() and n.varies(axis, dim):
+            if 1 < step == x.shape[dim] // op.out.shape[dim] and x.shape[dim] % step == 0:
+                n.tie(axis.unflatten(dim, (-1, step)), dim + 1)
+            elif alone or not told:
+                n.joined.fix(axis, f"{op.where} takes channels by their position")
+            elif n.is_constant(x) and op.out.numel():
+                n.take(x, axis, dim, op.func(torch.arange(x.shape[dim]), 0, *op.args[2:], **op.kwargs), op.where)
         axes.append(op.func(axis, *op.args[1:], **op.kwargs))
     n.set(op.out, axes)
 
@@ -181,7 +215,7 @@ def _one_shrinks(n: Labels, op: Operation, axis: Tensor, dims: list[int]) -> Ten
     if len(varying) < 2:
         return axis
     asked = op.asked if len(op.asked) == axis.dim() else [0] * axis.dim()
-    named = [d for d in varying if isinstance(size := asked[d], Setting) and counts_heads(size.name)]
+    named = [d for d in varying if isinstance(size := asked[d], Setting | Computed) and counts_heads(size.name)]
     heads = named or [d for d in varying if op.counts_heads(axis.shape[d])]
     left_open = [d for d in varying if asked[d] == -1]
     longest = max(varying, key=lambda d: (axis.shape[d], d))
@@ -255,7 +289,7 @@ def joins_on(n: Labels, op: Operation) -> None:
     dim %= tensors[0].dim()
     lying = [n.along(t, dim) for t in tensors]
     if not any(lying):
-        rest = [([1 if d == dim else s for d, s in enumerate(t.shape)], n.of(t)) for t in tensors]
+        rest = [([1 if d == dim else s for d, s in enumerate(_unexpanded(t))], n.of(t)) for t in tensors]
         n.set(op.out, meet(n, [(s, [_short(n, a, dim) for a in axes]) for s, axes in rest], op.where))
         return
     rows, others = [], []
@@ -271,7 +305,9 @@ def joins_on(n: Labels, op: Operation) -> None:
         row = axes[0].movedim(dim, 0).flatten(1)[:, 0] if tensor.dim() > 1 else axes[0]
         rows.append(row)
         mine = [a for a in n.of(tensor) if not n.varies(a, dim)]
-        others.append(([1 if d == dim else s for d, s in enumerate(tensor.shape)], [_short(n, a, dim) for a in mine]))
+        others.append(
+            ([1 if d == dim else s for d, s in enumerate(_unexpanded(tensor))], [_short(n, a, dim) for a in mine])
+        )
     row = torch.cat(rows).view([-1 if d == dim else 1 for d in range(tensors[0].dim())])
     n.set(op.out, [row, *meet(n, others, op.where)])
 
@@ -315,11 +351,10 @@ def meet(n: Labels, parts: Sequence[Part], where: str) -> list[Tensor]:
 def pointwise(n: Labels, op: Operation) -> None:
     target = op.outs[0]
     before = n.of(target)
-    axes = meet(n, [(_unexpanded(t), n.of(t)) for t in op.given if not n.is_made(t)], op.where)
+    axes = meet(n, [(_fixed_sizes(n, t), n.of(t)) for t in op.given], op.where)
     axes = [like(axis, target.dim()) for axis in axes]
     if op.func._schema.is_mutable and target._is_view() and len(before) != len(axes):
-        for axis in axes:
-            n.joined.fix(axis, f"{op.where} writes into a slice")
+        _write_into_part(n, op, target, axes)
     for tensor in op.outs:
         n.set(tensor, axes if tensor.shape == target.shape else [])
 
@@ -340,6 +375,27 @@ def fills(n: Labels, op: Operation) -> None:
     n.set(part, axes)
 
 
+def _write_into_part(n: Labels, op: Operation, part: Tensor, axes: list[Tensor]) -> None:
+    """A tensor that was made to be filled by parts has the axes of each, but for those that lie along the cut."""
+    whole = part._base
+    filled = whole is not None and n.is_new(whole) and whole.dim() == part.dim() and whole.stride() == part.stride()
+    sizes = part.shape if whole is None or not filled else whole.shape
+    cut = [d for d in range(part.dim()) if part.shape[d] != sizes[d]]
+    lying = [axis for axis in axes if not filled or any(axis.shape[d] > 1 for d in cut)]
+    for axis in lying:
+        n.joined.fix(axis, f"{op.where} writes into a slice")
+    if whole is not None and filled:
+        any_size = [1] * part.dim()
+        kept = [axis for axis in axes if not any(axis is its for its in lying)]
+        n.set(whole, meet(n, [(any_size, n.of(whole)), (any_size, kept)], op.where))
+
+
+def _fixed_sizes(n: Labels, tensor: Tensor) -> list[int]:
+    """Its sizes, 1 where they follow others', as a trial shows: where it was expanded, or all if it is new."""
+    new = n.is_new(tensor) or (tensor._base is not None and n.is_new(tensor._base))
+    return [1] * tensor.dim() if new else _unexpanded(tensor)
+
+
 def _unexpanded(tensor: Tensor) -> list[int]:
     """Its sizes, 1 where it was expanded: that follows what it was expanded to, as a trial shows."""
     return [1 if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
@@ -349,11 +405,28 @@ def spatial(n: Labels, op: Operation) -> None:
     """Pooling and resizing: each channel by itself."""
     x = op.args[0]
     dims = next(int(c) for c in op.name if c.isdigit())
-    if any(n.varies(axis, d) for axis in n.of(x) for d in range(-dims, 0)):
-        return mixes(n, op)
-    axes = [shortened(n, axis, range(-dims, 0)) for axis in n.of(x)]
+    lying = [axis for axis in n.of(x) if any(n.varies(axis, d) for d in range(-dims, 0))]
+    axes = [shortened(n, axis, range(-dims, 0)) for axis in n.of(x) if not any(axis is its for its in lying)]
+    n.mix(lying, op.outs, _may_mix(op))
     for tensor in op.outs:
         n.set(tensor, axes)
+
+
+def samples(n: Labels, op: Operation) -> None:
+    """Each channel at places of the picture that a grid names, which has no channels but one picture for each head."""
+    x, grid = op.args[:2]
+    for tensor, dims in ((x, range(2, x.dim())), (grid, range(1, grid.dim()))):
+        for axis in (axis for d in dims for axis in n.along(tensor, d)):
+            n.joined.fix(axis, f"{op.where} runs over them")
+    flat = [1] * (x.dim() - 2)
+    pictures = [
+        shortened(n, axis, range(2, x.dim()))
+        for axis in n.of(x)
+        if not any(axis.shape[2:][d] > 1 for d in range(len(flat)))
+    ]
+    grids = [axis for axis in n.of(grid) if axis.shape[0] == axis.numel()]
+    parts: list[Part] = [([*x.shape[:2], *flat], pictures), ([len(grid), 1, *flat], grids)]
+    n.set(op.out, meet(n, parts, op.where))
 
 
 def shortened(n: Labels, axis: Tensor, dims: Sequence[int]) -> Tensor:
@@ -368,9 +441,10 @@ def reduces(n: Labels, op: Operation) -> None:
     whole = given is None or isinstance(given, float) or given == []
     dims = [d % x.dim() for d in (range(x.dim()) if whole else [given] if isinstance(given, int) else given) if x.dim()]
     lying = [axis for axis in n.of(x) if any(n.varies(axis, d) for d in dims)]
-    if lying and op.name not in ("sum", "norm", "linalg_vector_norm"):
-        return mixes(n, op)
-    n.summed += lying  # to which a channel adds nothing if it is zero
+    if op.name in ("sum", "norm", "linalg_vector_norm"):
+        n.summed += lying  # to which a channel adds nothing if it is zero
+    else:
+        n.mix(lying, op.outs, _may_mix(op))
     axes = [shortened(n, axis, dims) for axis in n.of(x) if not any(axis is its for its in lying)]
     for tensor in op.outs:
         if tensor.dim() == x.dim():
@@ -388,11 +462,11 @@ def orders(n: Labels, op: Operation) -> None:
         return mixes(n, op)
     for axis in n.along(x, dim):
         n.joined.fix(axis, f"{op.name} in {op.where} runs over channels")
-    if op.outs[0].shape != x.shape:
+    if op.outs[0].dim() != x.dim():
         return mixes(n, op)
-    axes = [_short(n, axis, dim % x.dim()) if not n.varies(axis, dim) else axis for axis in n.of(x)]
+    axes = n.across(x, dim) + (n.along(x, dim) if op.outs[0].shape == x.shape else [])
     for tensor in op.outs:
-        n.set(tensor, axes if tensor.dim() == x.dim() else [])
+        n.set(tensor, axes)
 
 
 def shuffles_pixels(n: Labels, op: Operation) -> None:
@@ -479,8 +553,8 @@ def packs(n: Labels, op: Operation) -> None:
     n.set(out, axes)
 
 
-def samples(n: Labels, op: Operation) -> None:
-    """Values read off a map at places that another tensor says: each channel, dimension 1, by itself."""
+def reads_regions(n: Labels, op: Operation) -> None:
+    """Values of a map in boxes that another tensor says: each channel, dimension 1, by itself."""
     x, out = op.args[0], op.outs[0]
     spread = [axis for axis in n.of(x) if any(n.varies(axis, d) for d in range(x.dim()) if d != 1)]
     if spread or any(n.known(t) for t in op.given[1:]):
@@ -496,6 +570,7 @@ _RULES: tuple[tuple[Rule, str], ...] = (
     (transposes, "permute transpose t unsqueeze"),
     (squeezes, "squeeze"),
     (expands, "expand"),
+    (pairs, "view_as_complex view_as_real"),
     (repeats, "repeat"),
     (rearranges, "index _unsafe_index index_select gather roll flip unfold"),
     (joins_on, "cat stack"),
@@ -511,13 +586,14 @@ _RULES: tuple[tuple[Rule, str], ...] = (
     # In place these have no tag in torch 2.9.
     (pointwise, "hardtanh leaky_relu elu gelu mish hardsigmoid celu selu threshold rrelu"),
     (reduces, "mean sum amax amin max min var std norm linalg_vector_norm logsumexp prod var_mean any all"),
-    (orders, "_softmax softmax _log_softmax log_softmax cumsum cumprod sort topk argsort argmax argmin"),
+    (orders, "_softmax softmax _safe_softmax _log_softmax log_softmax cumsum cumprod sort topk argsort argmax argmin"),
+    (samples, "grid_sampler_2d grid_sampler_3d"),
     (shuffles_pixels, "pixel_shuffle pixel_unshuffle"),
     (gates, "glu"),
     (unfolds, "im2col col2im"),
     (fills, "copy"),
     (packs, "_pack_padded_sequence _pad_packed_sequence"),
-    (samples, "grid_sampler_2d grid_sampler_3d roi_align roi_pool"),
+    (reads_regions, "roi_align roi_pool"),
 )
 RULES: dict[str, Rule] = {name: rule for rule, names in _RULES for name in names.split()}
 

@@ -229,12 +229,14 @@ def _resize(module: nn.Module, name: str, shape: list[int], renewed: Renewed) ->
 def _tensor_steps(model: nn.Module, tensors: Any) -> list[Step]:
     _require(isinstance(tensors, Mapping), "its tensors are not a mapping")
     known = _loose(model)
-    whole = {name for name in known if isinstance(owner(model, name)[0], nn.MultiheadAttention)}  # as files once had it
-    fits = set(known) - whole <= set(tensors) <= set(known)
+    whole = [name for name in known if isinstance(owner(model, name)[0], nn.MultiheadAttention)]  # as files once had it
+    said = {id(known[name]): shape for name, shape in tensors.items() if name in known}
+    fits = set(tensors) <= set(known) and all(id(t) in said or name in whole for name, t in known.items())
     _require(fits, f"its tensors must be {', '.join(known) or 'none'}")
     steps: list[Step] = []
-    for name, shape in tensors.items():
-        full = known[name].shape
+    for name, tensor in known.items():  # tied ones by all of their names, of which the description may have one
+        shape = tensors.get(name, said.get(id(tensor), list(tensor.shape)))
+        full = tensor.shape
         _require(isinstance(shape, list) and len(shape) == len(full), f"{name!r} has {len(full)} dimensions")
         for n, most in zip(shape, full, strict=True):
             _number(name, n, min(1, most), most)
@@ -258,11 +260,12 @@ def _size_steps(model: nn.Module, sizes: Any) -> list[Step]:
 
 
 def _size_step(module: nn.Module, name: str, key: str, value: Any) -> Step:
-    call, colon, position = key.partition(":")
-    if colon:
-        _require(call.isdigit() and position.isdigit(), f"{name!r}: {key!r} is not a call and a position")
+    if ":" in key:
+        place = key.split(":")
+        good = len(place) in (2, 3) and all(part.isdigit() for part in place)
+        _require(good, f"{name!r}: {key!r} is not a call, a position and a size")
         size = _number(name, value, 1, 2**31)
-        return lambda renewed: narrowed(module, int(call), int(position), size)
+        return lambda renewed: narrowed(module, tuple(map(int, place)), size)
     before = vars(module).get(key)
     if isinstance(before, float) and isinstance(value, float):
         _require(0 < value < 1, f"{name!r}: {value!r} is no {key}")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import wraps
+from math import prod
 from typing import Any
 
 import torch
@@ -68,6 +69,9 @@ class Setting(int):
 
     __hash__ = int.__hash__
 
+    def __add__(self, other: int) -> int:
+        return Computed.of(int(self) + other, self.name)
+
     def __rfloordiv__(self, other: int) -> int:
         self.divides = True
         return other // int(self)
@@ -82,6 +86,18 @@ class Setting(int):
 
     def __deepcopy__(self, memo: Any) -> int:
         return int(self)
+
+
+class Computed(int):
+    """A size that some are added to, and still says to what: heads of queries, keys and values in one (`heads + 2`)."""
+
+    name: str
+
+    @classmethod
+    def of(cls, value: int, name: str) -> Computed:
+        made = cls(value)
+        made.name = name
+        return made
 
 
 def mark_settings(model: nn.Module) -> None:
@@ -246,7 +262,7 @@ def learn_sizes(
     Attributes from which something else is computed stay as they are, but for those of the modules that are `updated`.
     """
     rules: set[SizeRule] = set()
-    counter = CallCounter()
+    told: set[SizeRule] = set()
     changed = {call: left for call, known in calls.items() if (left := known.expected(dead)) != known.sizes}
     if not changed:
         return rules
@@ -261,17 +277,21 @@ def learn_sizes(
             return func(*args, **kwargs)
         for i in wrong:
             setting = known.asked[i]
-            own = (setting.module, setting.name) if isinstance(setting, Setting) else None
-            if own is not None and own[0] in updated:
-                set_size(model.get_submodule(own[0]), own[1], expected[i])  # now: later calls are computed from it
-            elif isinstance(setting, Setting) and setting.divides:
-                own = None
-            rules.add(SizeRule(call, i, own))
+            if isinstance(setting, Setting) and (setting.module in updated or not setting.divides):
+                # Now, since later calls are computed from it.
+                set_size(model.get_submodule(setting.module), setting.name, expected[i])
+                told.add(SizeRule(call, i, (setting.module, setting.name)))
+            else:
+                rules.add(SizeRule(call, i))
         return with_sizes(func, args, kwargs, [expected[i] if i in wrong else a for i, a in enumerate(asked)])
 
-    with _counted(model, counter), Asking(do), suppress(Exception):  # where it fails is for a comparison to say
-        run()
-    return rules
+    while True:  # what was wrong before an attribute was known may have been computed from it
+        known_before, counter = len(told), CallCounter()
+        rules.clear()
+        with _counted(model, counter), Asking(do), suppress(Exception):  # where it fails is for a comparison to say
+            run()
+        if len(told) == known_before:
+            return rules | told
 
 
 @contextmanager
@@ -297,7 +317,9 @@ def apply_sizes(model: nn.Module, rules: set[SizeRule], calls: dict[Call, SizedC
         if rule.attribute is not None:
             set_size(model.get_submodule(rule.attribute[0]), rule.attribute[1], value)
         elif left != known.sizes:
-            narrowed(model.get_submodule(rule.call[0]), rule.call[1], rule.position, value)
+            narrowed(
+                model.get_submodule(rule.call[0]), (rule.call[1], rule.position, known.sizes[rule.position]), value
+            )
 
 
 def set_size(module: nn.Module, name: str, value: float) -> None:
@@ -308,14 +330,14 @@ def set_size(module: nn.Module, name: str, value: float) -> None:
 
 
 def sizes_of(module: nn.Module) -> dict[str, Any]:
-    """The sizes that a module was given: attributes by their names, those of calls as `call:position`."""
+    """The sizes that a module was given: attributes by their names, those of calls as `call:position:before`."""
     found: dict[str, Any] = vars(module).setdefault(RECORD, {})
     return found
 
 
-def narrowed(module: nn.Module, call: int, position: int, value: int) -> None:
-    """Makes a module's forward use another size at one of its calls."""
-    sizes_of(module)[f"{call}:{position}"] = value
+def narrowed(module: nn.Module, place: tuple[int, ...], value: int) -> None:
+    """Makes a module's forward use another size at one of its calls: which call, which of its sizes, what it was."""
+    sizes_of(module)[":".join(map(str, place))] = value
     if not isinstance(module, Narrowed):
         kind = type(module)
         own = {"__module__": kind.__module__, "forward": _with_recorded_sizes(kind)}
@@ -329,17 +351,60 @@ class Narrowed(nn.Module):
 def _with_recorded_sizes(kind: type[nn.Module]) -> Callable[..., Any]:
     @wraps(kind.forward)  # exporters and trainers read the names of its arguments
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        sizes = {tuple(map(int, key.split(":"))): v for key, v in sizes_of(self).items() if ":" in key}
+        recorded = _recorded(self)
         number = -1
 
         def do(func: Any, args: Any, kwargs: Any, asked: list[int]) -> Any:
             nonlocal number
             number += 1
-            if all((number, i) not in sizes for i in range(len(asked))):
-                return func(*args, **kwargs)
-            return with_sizes(func, args, kwargs, [sizes.get((number, i), size) for i, size in enumerate(asked)])
+            sizes = _sizes_left(recorded, number, asked, args[0].numel() if func in VIEWS else None)
+            return func(*args, **kwargs) if sizes is None else with_sizes(func, args, kwargs, sizes)
 
         with Asking(do):
             return kind.forward(self, *args, **kwargs)
 
     return forward
+
+
+Changes = list[
+    tuple[int, int | None, int]
+]  # of the sizes of one call: which, what it was (if that is known), what it is
+
+
+def _recorded(module: nn.Module) -> dict[int, Changes]:
+    found: dict[int, Changes] = {}
+    for key, value in sizes_of(module).items():
+        if ":" in key:
+            call, position, *before = map(int, key.split(":"))
+            found.setdefault(call, []).append((position, before[0] if before else None, value))
+    return found
+
+
+def _sizes_left(recorded: dict[int, Changes], number: int, asked: list[int], elements: int | None) -> list[int] | None:
+    """The sizes for a call instead of those that its code asks for; None where these are right.
+
+    A forward may take another way than when it was followed, with a cache or without padding: then a call has another
+    number, and a view that can't be made is recognised by the sizes that it asks for.
+    """
+    if number in recorded and (sizes := _changed(recorded[number], asked, elements, any)):
+        return sizes
+    if elements is None or any(not isinstance(size, int) or size < 0 for size in asked) or prod(asked) == elements:
+        return None
+    others = (_changed(changes, asked, elements, all) for changes in recorded.values())
+    return next((sizes for sizes in others if sizes), None)
+
+
+def _changed(
+    changes: Changes, asked: list[int], elements: int | None, alike: Callable[[Iterator[bool]], bool]
+) -> list[int] | None:
+    """The sizes with these changes, if the call asks for what it asked for then (others it may have computed)."""
+    if not all(position < len(asked) for position, _, _ in changes):
+        return None
+    same = alike(before is None or asked[position] == before for position, before, _ in changes)
+    if elements is not None and not same:  # bounds of slices are counted from either end, and say less
+        return None
+    sizes = list(asked)
+    for position, _, value in changes:
+        sizes[position] = value
+    fits = elements is None or any(not isinstance(s, int) or s < 0 for s in sizes) or prod(sizes) == elements
+    return sizes if fits else None

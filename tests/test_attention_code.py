@@ -1,0 +1,201 @@
+"""Attention and tables as people's code has them: heads go where they can, whatever sizes and slices the code names."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import deephoyer as dh
+
+WIDTH, HEADS, TOKENS = 16, 4, 6
+
+
+def numbers(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def halved(net, *example):
+    """The network with half of its channels zeroed, and without them."""
+    torch.manual_seed(0)
+    groups = dh.Coupled(net.double().eval(), example)
+    dh.prune(net, dh.Density(0.5), groups=groups)
+    return net, dh.compact(net, example, groups=groups)
+
+
+def assert_same(net, small, *inputs):
+    with torch.no_grad():
+        torch.testing.assert_close(small(*inputs), net(*inputs), rtol=1e-9, atol=1e-9)
+
+
+class Attention(nn.Module):
+    """Queries, keys and values, and a layer that reads all heads."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads, self.per = HEADS, WIDTH // HEADS
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def split(self, x):
+        return x.view(len(x), -1, self.heads, self.per).transpose(1, 2)
+
+    def forward(self, x):
+        q, k, v = (self.split(layer(x)) for layer in (self.q, self.k, self.v))
+        return self.o(self.attend(q, k, v).transpose(1, 2).flatten(2))
+
+    def attend(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+class Bmm(Attention):
+    """Heads and batch in one dimension, and a mask for those that give one: one call more that names sizes."""
+
+    def forward(self, x, mask=None):
+        b, n, _ = x.shape
+        q, k, v = (self.split(layer(x)).reshape(b * self.heads, -1, self.per) for layer in (self.q, self.k, self.v))
+        scores = torch.bmm(q, k.transpose(1, 2))
+        assert scores.shape == (b * self.heads, n, n)
+        if mask is not None:
+            scores = (scores.view(b, self.heads, n, n) + mask).view(b * self.heads, n, n)
+        y = torch.bmm(scores.softmax(-1), v)
+        assert y.shape == (b * self.heads, n, self.per)
+        return self.o(y.view(b, self.heads, n, self.per).transpose(1, 2).reshape(b, n, WIDTH))
+
+
+def test_heads_go_where_code_multiplies_their_number_by_the_batch_and_takes_one_way_or_another():
+    net, small = halved(Bmm(), numbers(2, TOKENS, WIDTH))
+    assert small.q.out_features == WIDTH // 2
+    x = numbers(3, 9, WIDTH, seed=1)
+    assert_same(net, small, x)
+    assert_same(net, small, x, numbers(3, 1, 9, 9, seed=2))
+
+
+class MultiQuery(Attention):
+    """One key and one value for all heads, behind the queries in one layer (Falcon)."""
+
+    def __init__(self):
+        super().__init__()
+        self.q = nn.Linear(WIDTH, WIDTH + 2 * self.per)
+        del self.k, self.v
+
+    def forward(self, x):
+        b, n, _ = x.shape
+        fused = self.q(x).view(b, n, self.heads + 2, self.per)
+        q, k, v = (t.transpose(1, 2) for t in (fused[..., :-2, :], fused[..., [-2], :], fused[..., [-1], :]))
+        return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, n, self.heads * self.per))
+
+
+class Latent(Attention):
+    """Keys of two parts, one the same for all heads, written into a tensor that was made for them (DeepSeek)."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.shared = nn.RMSNorm(WIDTH, eps=1e-6), nn.Linear(WIDTH, 2)
+
+    def attend(self, q, k, v):
+        whole = k.new_empty(*k.shape[:-1], self.per + 2)
+        whole[..., : self.per].copy_(k)
+        whole[..., self.per :].copy_(self.turned.expand(-1, k.shape[1], -1, -1))
+        q = torch.cat((q, self.turned.expand(-1, q.shape[1], -1, -1)), -1)
+        return F.scaled_dot_product_attention(q, whole, v)
+
+    def forward(self, x):
+        self.turned = self.shared(x).unsqueeze(1)
+        return super().forward(self.norm(x))
+
+
+class Rotary(Attention):
+    """Pairs of numbers turned as complex ones (Llama 4)."""
+
+    def attend(self, q, k, v):
+        turn = torch.polar(*torch.ones(2, q.shape[2], self.per // 2, dtype=q.dtype).cumsum(1))
+        pairs = (torch.view_as_complex(t.reshape(*t.shape[:-1], -1, 2)) * turn for t in (q, k))
+        return F.scaled_dot_product_attention(*(torch.view_as_real(t).flatten(3) for t in pairs), v)
+
+
+class NormOfHeads(Attention):
+    """Queries and keys by the root of their mean square within each head, after each place was scaled (nanochat)."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(WIDTH // HEADS))
+
+    def attend(self, q, k, v):
+        q, k = (self.scale * t for t in (q, k))
+        q, k = (t * torch.rsqrt(t.square().mean(-1, keepdim=True) + 1e-6) for t in (q, k))
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+class ResizedBias(Attention):
+    """A bias for each head and distance, resized to the picture (BEiT)."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(9, HEADS))
+
+    def attend(self, q, k, v):
+        n = q.shape[2]
+        grid = F.interpolate(self.table.reshape(1, 3, 3, -1).permute(0, 3, 1, 2), size=(n, n), mode="bilinear")
+        return F.scaled_dot_product_attention(q, k, v, grid)
+
+
+@pytest.mark.parametrize("kind", [MultiQuery, Latent, Rotary, NormOfHeads, ResizedBias])
+def test_heads_go(kind):
+    net, small = halved(kind(), numbers(2, TOKENS, WIDTH))
+    assert small.o.in_features == WIDTH // 2
+    assert_same(net, small, numbers(3, TOKENS + 3, WIDTH, seed=1))
+
+
+class Interleaved(nn.Module):
+    """Gate and value of a neuron lie side by side (gpt-oss)."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, 3)
+
+    def forward(self, x):
+        both = self.a(x)
+        return self.b(both[..., ::2].sigmoid() * both[..., 1::2])
+
+
+def test_neurons_whose_two_halves_lie_side_by_side_go_together():
+    net, small = halved(Interleaved(), numbers(4, WIDTH))
+    assert small.a.out_features == WIDTH and small.b.in_features == WIDTH // 2
+    assert_same(net, small, numbers(5, WIDTH, seed=1))
+
+
+class Sampled(nn.Module):
+    """A picture read at places that another layer computes (Deformable DETR)."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.at, self.b = nn.Conv2d(3, WIDTH, 1), nn.Conv2d(3, 2, 1), nn.Conv2d(WIDTH, 3, 1)
+
+    def forward(self, x):
+        places = self.at(x).permute(0, 2, 3, 1).tanh()
+        return self.b(F.grid_sample(self.a(x), places, align_corners=False))
+
+
+def test_channels_of_a_picture_that_is_sampled_go():
+    net, small = halved(Sampled(), numbers(2, 3, 5, 5))
+    assert small.a.out_channels == WIDTH // 2
+    assert_same(net, small, numbers(3, 3, 7, 7, seed=1))
+
+
+class Table(nn.Module):
+    """Distances looked up in the middle of a table, as far as the text is long (DeBERTa)."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(32, WIDTH))
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+
+    def forward(self, x):
+        n = x.shape[1]
+        far = self.table.tanh()[16 - n : 16 + n]
+        return self.b(F.relu(self.a(x))) * (x @ far.t()).logsumexp(-1, keepdim=True)
+
+
+def test_rows_of_a_table_that_only_longer_texts_read_stay():
+    net, small = halved(Table(), numbers(2, TOKENS, WIDTH))
+    assert len(small.table) == 32 and small.a.out_features == WIDTH // 2
+    assert_same(net, small, numbers(2, 11, WIDTH, seed=1))
