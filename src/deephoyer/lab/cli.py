@@ -278,6 +278,9 @@ def evaluate(
     lines = [f"top-1 {100 * score.accuracy:.2f} % ({score.right:,} of {score.images:,} images correct)"]
     if score.top5 is not None:
         lines.append(f"top-5 {100 * score.top5:.2f} % ({score.right5:,})")
+    if data.crops and data.unreadable:
+        names = list(data.unreadable.values())
+        lines.append(f"{len(names):,} left out, for they can't be read: {', '.join(names[:10])}")
     out.print(f"{source} on {data.name}: {', '.join(lines)}")
 
 

@@ -44,7 +44,9 @@ class Correct:
         """From the counts that `counted` gave; waits for the device."""
         right, right5, images = (int(n) for n in counts.tolist())
         if not images:
-            raise UserError(f"data {source.name}: there is no image to evaluate on.")
+            bad = list(source.unreadable.values()) if source.crops else []
+            why = f": {len(bad)} can't be read ({', '.join(bad[:3])})" if bad else ""
+            raise UserError(f"data {source.name}: there is no image to evaluate on{why}.")
         return cls(right, right5 if source.classes > MANY_CLASSES else None, images)
 
 

@@ -23,6 +23,7 @@ from deephoyer.lab import data as datasets
 from deephoyer.lab import models
 from deephoyer.lab.choices import Choices, named, several
 from deephoyer.lab.data import TEST, Images
+from deephoyer.lab.data.source import UNREADABLE
 from deephoyer.lab.methods import METHODS, Method
 from deephoyer.lab.methods import Stage as MethodStage
 from deephoyer.lab.recipe import Command
@@ -151,6 +152,8 @@ class Run:
             begun = self.state.stage != "start"
             find.all_there([one for one in self.recipe.networks() if not (begun and one[0] == "start")])
         self.data = datasets.on_device(self.recipe.data, self.device)
+        if self.data.passed_over:
+            self.progress.note(self.data.passed_over)
         if self.data.crops and (self.recipe.shift or self.recipe.flip):
             raise UserError(
                 f"shift and flip are for images that are not cropped; {self.data.name} is cropped and mirrored by "
@@ -171,6 +174,11 @@ class Run:
         self.pool = everything[held:].sort().values  # on the CPU, where epochs are drawn
         if len(self.pool) < 1:
             raise UserError(f"held_out: {self.recipe.held_out} of {count} images leaves none to train on.")
+        if self.recipe.epoch_selection == "held-out" and not held:
+            raise UserError(
+                f"held_out: {self.recipe.held_out} of {count} images is none to select epochs by; hold out more, "
+                "or keep the last epoch (epoch_selection=last)."
+            )
         self._check_batch(min(self.recipe.batch_size, len(self.pool)))
         if self.recipe.method and self.processes.count > 1:
             raise UserError(f"method {self.recipe.method}: runs in one process; leave out torchrun.")
@@ -277,6 +285,7 @@ class Run:
             checkpoint.write_tensors(self.folder / f"{title}.safetensors", self.model.state_dict())
             checkpoint.write_tensors(self.folder / METHOD_FILE, self.method.state())
         score, place = self.score(TEST), self.stages.index(stage)
+        self._unreadable()
         self.state.accuracy[title] = score.accuracy
         if score.top5 is not None:
             self.state.top5[title] = score.top5
@@ -451,7 +460,8 @@ class Run:
         data, known = self.data, set(self.state.unreadable)
         names = known.union(*self.processes.gathered(list(data.unreadable.values())))
         if names - known:
-            self.progress.note(f"left out, for they can't be read: {', '.join(sorted(names - known)[:10])}")
+            new, more = sorted(names - known), f" and {len(names - known) - 10} more" if len(names - known) > 10 else ""
+            self.progress.note(f"left out, for they can't be read: {', '.join(new[:10])}{more}")
         if len(names) > data.skip_at_most:
             self.processes.by_main(lambda: data.refuse(sorted(names)))
         self.state.unreadable = sorted(names)
@@ -562,9 +572,9 @@ class Run:
 
     @torch.inference_mode()
     def predictions(self, model: nn.Module) -> Tensor:
-        """The class that a model takes each test image for, in eval mode."""
+        """The class that a model takes each test image for, in eval mode; of those that can be read."""
         model.eval()
-        return torch.cat([model(x).argmax(1) for x, _ in self.data.shown(TEST, self._at_once())])
+        return torch.cat([model(x).argmax(1)[y != UNREADABLE] for x, y in self.data.shown(TEST, self._at_once())])
 
     def fresh_model(self) -> nn.Module:
         """A newly made network of the recipe's kind, where the run takes place."""
