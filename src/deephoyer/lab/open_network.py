@@ -17,6 +17,7 @@ from deephoyer.lab import models
 from deephoyer.lab.choices import Choice, named
 from deephoyer.lab.runs import checkpoint
 from deephoyer.lab.runs.folder import RunFolder
+from deephoyer.lab.schema import TORCH_FILES
 
 SMALL = 2**26
 """Parameters of a network that any file may name: as many as AlexNet has."""
@@ -80,7 +81,7 @@ def file_of(path: Path) -> Path:
 def _is_plain(path: Path) -> bool:
     """Whether it is a file of weights that `deephoyer.save` did not write; `load` tells what is wrong with others."""
     plain_file(path)
-    if path.suffix in (".pt", ".pth"):
+    if path.suffix in TORCH_FILES:
         return True
     try:
         with safetensors.safe_open(path, framework="pt") as file:

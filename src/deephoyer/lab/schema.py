@@ -32,9 +32,13 @@ DESCRIPTIVE = ("about", "needs", "expect")
 """Keys that say something to a person and change nothing in a run."""
 
 
+TORCH_FILES = (".pt", ".pth", ".tar", ".ckpt", ".bin")
+"""How files that `torch.save` wrote are called: weights.pth, model_best.pth.tar, last.ckpt, pytorch_model.bin."""
+
+
 def is_file(words: str) -> bool:
     """Whether a network is named by its file, and not by the words of the run that makes it."""
-    return words.endswith((".safetensors", ".pt", ".pth"))
+    return words.endswith((".safetensors", *TORCH_FILES))
 
 
 def ordered(words: str) -> str:
