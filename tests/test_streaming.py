@@ -21,10 +21,11 @@ from torchvision.transforms import v2
 
 import deephoyer as dh
 import image_folders
-from deephoyer.lab import data, recipe
+from deephoyer.lab import data, models, recipe
 from deephoyer.lab.data import Images
 from deephoyer.lab.data.image_files import read_image
 from deephoyer.lab.data.streaming import Request, _RandomResizedCrop
+from deephoyer.lab.open_network import open_network
 from deephoyer.lab.runs import checkpoint
 from deephoyer.lab.train import batches
 from deephoyer.lab.train.result import finish, tables
@@ -438,6 +439,35 @@ def test_a_streaming_run_killed_at_random_moments_ends_with_the_same_weights_bit
     resumed = Run(recipe.read(str(job), longer), tmp_path / "killed").execute()
     assert same(weights(resumed), weights(whole))
     assert metrics(tmp_path / "killed") == metrics(tmp_path / "whole")
+
+
+def saved(path, size):
+    net = models.make("resnet-20", classes=4)
+    dh.save(net, path, provenance={"recipe": {"model": {"name": "resnet-20", "classes": 4}, "data": data_of(size)}})
+    return path
+
+
+def data_of(size):
+    return {"name": "folder", "path": "elsewhere", "size": size}
+
+
+def test_a_stored_network_is_counted_at_the_size_it_was_trained_at(tmp_path):
+    assert open_network(saved(tmp_path / "a.safetensors", 16))[1].shape == (2, 3, 16, 16)
+    with pytest.raises(dh.UserError, match="at most 4,096 pixels"):
+        open_network(saved(tmp_path / "b.safetensors", 10**9))
+
+
+def test_a_place_alone_says_where_the_data_of_a_stored_network_lie(tmp_path, photos, command):
+    file = saved(tmp_path / "a.safetensors", 28)
+    status, said, _ = command("evaluate", file, f"data.path={photos}", "--device", "cpu")
+    assert status == 0 and "of 24 images" in said
+    assert command("evaluate", file, "--device", "cpu")[0] == 2
+
+
+def test_the_model_of_plain_weights_may_have_settings(tmp_path, command):
+    torch.save(models.make("resnet-20", classes=4).state_dict(), tmp_path / "a.pth")
+    status, said, _ = command("explain", tmp_path / "a.pth", "--model", "{name: resnet-20, classes: 4}")
+    assert status == 0 and "can be removed" in said
 
 
 def test_evaluate_counts_what_a_stored_network_gets_right(tmp_path, photos, command):

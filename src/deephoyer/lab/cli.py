@@ -192,7 +192,10 @@ def show(folder: Annotated[Path, typer.Argument(help="the folder of a finished r
 
 
 Stored = Annotated[Path, typer.Argument(help="a run's folder, or a .safetensors file")]
-ModelName = Annotated[str | None, typer.Option("--model", help="the model, if the file does not name it")]
+ModelName = Annotated[
+    str | None,
+    typer.Option("--model", help="the model, if the file does not name it: NAME, or '{name: NAME, classes: 10}'"),
+]
 
 
 @app.command()
@@ -209,12 +212,12 @@ def compact(
 ) -> None:
     """Removes the dead channels of a stored network, compares the outputs, and writes the smaller network."""
     from deephoyer.export import provenance, save
-    from deephoyer.lab.open_network import file_of, open_network
+    from deephoyer.lab.open_network import chosen_model, file_of, open_network
     from deephoyer.structure import compact as smaller
     from deephoyer.structure import compact_report
     from deephoyer.summary import summary as measure
 
-    network, example = open_network(source, model)
+    network, example = open_network(source, chosen_model(model))
     origin = provenance(file_of(source)) if model is None else None
     joints = joints or (origin or {}).get("recipe", {}).get("joints", "none")
     small = smaller(network, example, joints=joints)
@@ -238,9 +241,9 @@ def export(
 ) -> None:
     """Writes a stored network as ONNX, runs it with onnxruntime and compares the outputs."""
     from deephoyer.export import export as to_onnx
-    from deephoyer.lab.open_network import open_network
+    from deephoyer.lab.open_network import chosen_model, open_network
 
-    network, example = open_network(source, model)
+    network, example = open_network(source, chosen_model(model))
     difference = to_onnx(network, example, target)
     out.print(f"wrote {target}; largest difference of onnxruntime's outputs: {difference:.1e}")
 
@@ -252,11 +255,11 @@ def summary(
     model: ModelName = None,
 ) -> None:
     """Counts and times a stored network, and compares it with another if one is given."""
-    from deephoyer.lab.open_network import open_network
+    from deephoyer.lab.open_network import chosen_model, open_network
     from deephoyer.summary import summary as measure
 
-    network, example = open_network(source, model)
-    other = open_network(baseline, model)[0] if baseline else None
+    network, example = open_network(source, chosen_model(model))
+    other = open_network(baseline, chosen_model(model))[0] if baseline else None
     counted = measure(network, example, baseline=other)
     out.print(counted.table(out.width), counted.comparison(out.width), sep="\n")
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from deephoyer.errors import UserError, first_line, unknown
 from deephoyer.export import provenance
 from deephoyer.lab import data as datasets
+from deephoyer.lab.choices import Choice, named
 from deephoyer.lab.data.source import TEST, UNREADABLE, Images, Source
 from deephoyer.lab.open_network import file_of, open_network
 
@@ -73,7 +74,7 @@ def evaluate_file(
     if strange:
         raise unknown("thing to say of an evaluation", strange[0], ("data", "model"))
     network, _ = open_network(path, words.get("model"))
-    source = datasets.load(words["data"] if "data" in words else _own_data(file_of(path))).to(device)
+    source = datasets.load(_data_for(path, words.get("data"))).to(device)
     network = network.float().to(device).to(memory_format=torch.channels_last)
     try:
         outputs = network(source.example(1)).shape[1]
@@ -83,6 +84,14 @@ def evaluate_file(
     if outputs != source.classes:
         raise UserError(f"{path} has {outputs} outputs, but the data has {source.classes} classes.")
     return Correct.read(counted(network, source, TEST, batch), source), source
+
+
+def _data_for(path: Path, said: Choice | None) -> Choice:
+    """The data that is said, or the file's own; settings without a name (data.path=…) change those of its own."""
+    if said is None or (isinstance(said, Mapping) and "name" not in said):
+        name, settings = named(_own_data(file_of(path)))
+        return {"name": name, **settings, **(said or {})}
+    return said
 
 
 def _own_data(path: Path) -> str | dict[str, Any]:
