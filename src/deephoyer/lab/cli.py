@@ -5,6 +5,7 @@ A user's mistake is one or two lines on standard error and exit status 2; Ctrl-C
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -340,10 +341,25 @@ def _complain_once(why: UserError) -> None:
         _complain(f"process {number}: {why}")
 
 
+def _import_own_names() -> None:
+    """Runs the Python files in $DEEPHOYER_IMPORT, which give names to models, data and so on of the user's own."""
+    for text in filter(None, os.environ.get("DEEPHOYER_IMPORT", "").split(os.pathsep)):
+        path = Path(text)
+        if not path.is_file():
+            raise UserError(f"DEEPHOYER_IMPORT: there is no file {path}.")
+        name = f"deephoyer_import_{path.stem}"
+        spec = importlib.util.spec_from_file_location(name, path)
+        if spec is None or spec.loader is None:
+            raise UserError(f"DEEPHOYER_IMPORT: {path} is not a Python file; its name must end in .py.")
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+
+
 def main() -> None:
     """The entry point: errors that are the user's to mend become a line and status 2."""
     end_with_parent()
     try:
+        _import_own_names()
         status = app(standalone_mode=False)
     except UserError as why:
         _complain_once(why)
