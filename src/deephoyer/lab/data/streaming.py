@@ -245,9 +245,9 @@ def folder(
         raise UserError(f"data: crop is {crop!r}; it must be a share of an image's area, above 0 and at most 1.")
     if resize is not None and resize < size:
         raise UserError(f"data: resize is {resize}, but size is {size}: images would get black borders.")
-    for key, said in (("path", path), ("title", title)):
-        if not isinstance(said, str | None):
-            raise UserError(f"data: {key} is {said!r}; it must be text.")
+    for key, text in (("path", path), ("title", title)):
+        if not isinstance(text, str | None):
+            raise UserError(f"data: {key} is {text!r}; it must be text.")
     needs_torchvision(title)
     root = kept_in(title) if path is None else path_on_disk(path)
     if path is None and not root.is_dir():
