@@ -156,7 +156,7 @@ def main() -> None:
     bound = reading if found["reading alone"] < 1.1 * alone else "neither reading nor training alone"
     notes = [
         f"training on what is read reaches {both / alone:.0%} of training alone"
-        + ("" if both >= 0.85 * alone else f"; bounded by {bound}"),
+        + f"; bounded by {'training' if both >= 0.85 * alone else bound}",
         f"{chosen.model}, {chosen.size} px, batch {chosen.batch}, {chosen.workers} workers, "
         f"files of {file_size:,} bytes",
     ]

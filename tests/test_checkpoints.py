@@ -27,12 +27,35 @@ def test_state_that_no_parameter_of_the_optimizer_has_is_refused(name):
         checkpoint.refill(torch.optim.Adam(net.parameters()), {name: torch.ones(())}, {})
 
 
-@pytest.mark.parametrize("around", [lambda s: s, lambda s: {"state_dict": s}, lambda s: {"model": s}])
-def test_a_torch_file_of_weights_fills_a_model(tmp_path, around):
+@pytest.mark.parametrize("before", ["", "module.", "module._orig_mod.", "model."])
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda s: s,
+        lambda s: {"state_dict": s, "optimizer": {"state": {0: {"step": torch.ones(())}}, "lr": 0.1}},
+        lambda s: {"model": s, "model_ema": {k: 0 * v for k, v in s.items()}},
+        lambda s: {"net": s, "epoch": 3},
+    ],
+)
+def test_a_torch_file_of_weights_fills_a_model(tmp_path, around, before):
     net, other = nn.Linear(3, 2), nn.Linear(3, 2)
-    torch.save(around({f"module.{k}": v for k, v in net.state_dict().items()}), tmp_path / "net.pt")
-    assert checkpoint.fill(other, tmp_path / "net.pt", "start") == []
+    torch.save(around({f"{before}{k}": v for k, v in net.state_dict().items()}), tmp_path / "net.pth.tar")
+    assert checkpoint.fill(other, tmp_path / "net.pth.tar", "start") == []
     assert torch.equal(other.weight, net.weight)
+
+
+@pytest.mark.parametrize("content", [b"", b"hello", b"PK\x03\x04 cut off"])
+def test_a_torch_file_that_is_damaged_is_told(tmp_path, content):
+    (tmp_path / "net.pth").write_bytes(content)
+    with pytest.raises(dh.UserError, match=r"start: .*net.pth (can't be read|holds more than tensors)"):
+        checkpoint.fill(nn.Linear(3, 2), tmp_path / "net.pth", "start")
+
+
+def test_weights_of_another_network_are_told_in_a_line_or_two(tmp_path):
+    torch.save(nn.Sequential(*(nn.Linear(3, 3) for _ in range(99))).state_dict(), tmp_path / "net.pth")
+    with pytest.raises(dh.UserError, match="does not fit the model") as told:
+        checkpoint.fill(nn.Linear(3, 2), tmp_path / "net.pth", "start")
+    assert len(str(told.value)) < 700
 
 
 class Runs:

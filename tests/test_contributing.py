@@ -9,6 +9,7 @@ from torch import nn
 
 import deephoyer as dh
 from deephoyer.groups import GROUPINGS
+from deephoyer.lab import models
 from deephoyer.lab.data import DATASETS
 from deephoyer.lab.methods import METHODS, Stage
 from deephoyer.penalties import PENALTIES
@@ -20,7 +21,7 @@ EXAMPLES = re.findall(r"```python\n(.*?)```", TEXT, re.S)
 
 @pytest.fixture(scope="module", autouse=True)
 def followed():
-    registries = [r._makers for r in (PENALTIES, GROUPINGS, SCORES, DATASETS, METHODS)]
+    registries = [r._makers for r in (PENALTIES, GROUPINGS, SCORES, DATASETS, METHODS, models.MODELS)]
     before = [dict(makers) for makers in registries]
     for example in EXAMPLES:
         exec(example, {"__name__": "example"})
@@ -79,3 +80,18 @@ def test_the_method_cuts_before_every_epoch_but_the_first_and_a_little_less_each
 def test_the_data_set_has_images():
     made = DATASETS.make("noise")
     assert len(made.train_x) == 500 and made.classes == 10
+
+
+def test_the_model_takes_its_setting_and_images():
+    assert models.of({"name": "small", "width": 4})(torch.zeros(2, *models.input_shape("small"))).shape == (2, 10)
+
+
+def test_a_file_of_the_users_own_gives_names_to_every_command(tmp_path, monkeypatch, command):
+    own = 'from deephoyer.lab.data import DATASETS, mnist\nDATASETS.add("my-digits", mnist.mnist)\n'
+    (tmp_path / "mine.py").write_text(own)
+    monkeypatch.setenv("DEEPHOYER_IMPORT", str(tmp_path / "mine.py"))
+    status, said, _ = command("list", "data")
+    assert status == 0 and "my-digits" in said
+    monkeypatch.setenv("DEEPHOYER_IMPORT", str(tmp_path / "missing.py"))
+    status, _, told = command("list", "data")
+    assert status == 2 and "DEEPHOYER_IMPORT: there is no file" in told

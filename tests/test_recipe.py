@@ -227,7 +227,7 @@ def test_an_override_reaches_anything_in_the_recipe():
         ("prune.rule=absolut", "prune.rule", "absolute"),
         ("model=lenet5", "model", "lenet-5"),
         ("data=mnits", "data", "mnist"),
-        ("pretrain.epochs=many", "pretrain.epochs", "integer"),
+        ("pretrain.epochs=many", "pretrain.epochs", "whole number"),
         ("finetune.schedule=step", "finetune", "milestones"),
         ("finetune.lr=0", "finetune.lr", "greater than 0"),
         ("device=tpu", "device", "cpu"),
@@ -277,3 +277,26 @@ def test_a_recipe_without_its_folder_is_answered_with_all_that_have_that_name():
         recipe.read("lenet-5")
     with pytest.raises(dh.UserError, match="Did you mean 'paper/alexnet'"):
         recipe.read("paper/alexnt")
+
+
+@pytest.mark.parametrize(
+    "change, told",
+    [
+        ("model=resnet18", "model: 'resnet18' is not a model of ours. Did you mean torchvision:resnet18"),
+        ("model=torchvision:resnet-18", "demo: model: torchvision has no network 'resnet-18'"),
+        ("finetune=3", "finetune: should have keys and values, like {epochs: 3}; it is 3"),
+        ("finetune.milestones=3", "finetune.milestones: should be a list"),
+        ("finetune.epochs=many", "finetune.epochs: should be a whole number; it is 'many'"),
+        ("device=gpu", "'gpu' is not a device: it is auto, cpu, cuda"),
+    ],
+)
+def test_what_should_stand_there_is_told_in_plain_words(change, told):
+    with pytest.raises(dh.UserError) as why:
+        recipe.read("demo", [change])
+    assert told in str(why.value)
+
+
+def test_the_folder_of_a_run_in_place_of_a_recipe_is_told_what_is_in_it(tmp_path):
+    (tmp_path / "recipe.yaml").write_text("model: lenet-5")
+    with pytest.raises(dh.UserError, match=r"is the folder of a run: its recipe is .*/recipe\.yaml"):
+        recipe.read("demo", [f"start={tmp_path}"])

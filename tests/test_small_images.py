@@ -118,7 +118,7 @@ def test_an_image_that_can_not_be_read_is_named_and_of_no_class(tmp_path):
     source = held(photos)
     assert source.split("train")[1].tolist() == [-100, 0, 0, 1, 1, 1]
     assert source.unreadable == {("train", 0): "train/class000/000.jpg"}
-    with pytest.raises(dh.UserError, match=r"1 images can't be read .*skip_at_most is 0"):
+    with pytest.raises(dh.UserError, match=r"1 image can't be read .*skip_at_most is 0"):
         held(photos, skip_at_most=0)
 
 

@@ -2,25 +2,30 @@
 
 import io
 import json
+import os
 import random
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 from rich.console import Console
 from torchvision.transforms import v2
 
 import deephoyer as dh
 import image_folders
-from deephoyer.lab import data, recipe
+from deephoyer.lab import data, models, recipe
 from deephoyer.lab.data import Images
 from deephoyer.lab.data.image_files import read_image
 from deephoyer.lab.data.streaming import Request, _RandomResizedCrop
+from deephoyer.lab.open_network import open_network
 from deephoyer.lab.runs import checkpoint
 from deephoyer.lab.train import batches
 from deephoyer.lab.train.result import finish, tables
@@ -143,7 +148,7 @@ def test_images_that_can_not_be_read_are_named_counted_and_left_out(tmp_path, ph
     job.progress.note = notes.append
     job.execute()
     assert any("train/class001/003.jpg" in note for note in notes)
-    assert metrics(tmp_path / "run")[-1]["unreadable"] == 2 or "val/class000/001.jpg" not in str(notes)
+    assert metrics(tmp_path / "run")[-1]["unreadable"] == 2 and any("val/class000/001.jpg" in note for note in notes)
     assert (job.state.accuracy["finetuned"] * 23) % 1 < 1e-6 or (1 - job.state.accuracy["finetuned"] * 23 % 1) < 1e-6
     with pytest.raises(dh.UserError, match=r"2 images can't be read .*skip_at_most is 1"):
         Run(made(tmp_path, broken, "data.skip_at_most=1", "epoch_selection=test-best"), tmp_path / "strict").execute()
@@ -169,10 +174,14 @@ def test_class_folders_that_differ_between_train_and_val_are_told(tmp_path, phot
     "folders, said",
     [
         ((), "there is no folder"),
-        (("train/a",), "train has no classes to read"),
-        (("train", "val"), "train has no classes to read"),
-        (("val/a",), "val has no classes to read"),
+        (("train/a", "val/a"), "no images in train/a; a class needs images"),
+        (("train", "val"), "train has no class folders"),
+        (("val/a",), "no images in val/a"),
         (("x",), "no folder val"),
+        (("train/a", "valid/a"), "no folder val.*Rename valid to val"),
+        (("training/a", "test/a"), "Rename training to train and test to val"),
+        (("Train/a", "val/a"), "no folder train. Rename Train to train"),
+        (("flowers/train/a", "flowers/val/a"), "empty/flowers has one: is that the folder"),
     ],
 )
 def test_a_folder_without_images_is_told(tmp_path, folders, said):
@@ -183,6 +192,92 @@ def test_a_folder_without_images_is_told(tmp_path, folders, said):
         data.load("folder", path=str(root))
 
 
+def test_an_archive_in_place_of_a_folder_is_told(tmp_path):
+    (tmp_path / "flowers.zip").write_bytes(b"PK")
+    with pytest.raises(dh.UserError, match=r"flowers.zip is a file, not a folder: unpack it first"):
+        data.load("folder", path=str(tmp_path / "flowers.zip"))
+
+
+def test_a_path_may_have_a_variable_of_the_environment_in_it(photos, monkeypatch):
+    monkeypatch.setenv("PHOTOS", str(photos.parent))
+    assert data.load("folder", path=f"$PHOTOS/{photos.name}", size=28).classes == 4
+
+
+def test_hidden_files_and_folders_are_no_data(tmp_path, photos):
+    mixed = copied(photos, tmp_path / "mixed")
+    count = data.load("folder", path=str(mixed)).count("train")
+    for place in ("train", "val", "train/class000"):
+        (mixed / place / ".ipynb_checkpoints").mkdir()
+        (mixed / place / ".DS_Store").write_bytes(b"x")
+    (mixed / "train/class000/.ipynb_checkpoints/000.jpg").write_bytes((mixed / "train/class000/000.jpg").read_bytes())
+    (mixed / "train/class000/._000.jpg").write_bytes(b"what macOS keeps beside a file")
+    source = data.load("folder", path=str(mixed))
+    assert source.classes == 4 and source.count("train") == count and source.passed_over is None
+
+
+def test_files_that_are_no_images_are_counted_and_told(tmp_path, photos):
+    mixed, notes = copied(photos, tmp_path / "mixed"), []
+    for name in ("a.heic", "b.HEIC", "labels.csv"):
+        (mixed / "train/class000" / name).write_bytes(b"x")
+    job = Run(made(tmp_path, mixed, "held_out=0.001"), tmp_path / "run")
+    job.progress.note = notes.append
+    with pytest.raises(dh.UserError, match="held_out"):
+        job.execute()
+    assert notes == ["files passed over, for their names are not those of images: 2 .heic, 1 .csv"]
+
+
+def test_a_class_with_files_of_another_kind_alone_is_told_which(tmp_path, photos):
+    mixed = copied(photos, tmp_path / "mixed")
+    for path in list((mixed / "train/class001").iterdir()):
+        path.rename(path.with_suffix(".heic"))
+    with pytest.raises(dh.UserError, match=r"no images in train/class001 \(class001 has only .heic\)"):
+        data.load("folder", path=str(mixed))
+
+
+def test_a_link_that_leads_back_up_is_not_followed_for_ever(tmp_path, photos):
+    looped = copied(photos, tmp_path / "looped")
+    count = data.load("folder", path=str(looped)).count("train")
+    (looped / "train/class000/again").symlink_to(looped / "train")
+    (looped / "train/class001").rename(tmp_path / "elsewhere")
+    (looped / "train/class001").symlink_to(tmp_path / "elsewhere")
+    with_links = [path.decode() for path in data.load("folder", path=str(looped)).files["train"].paths]
+    assert len(with_links) == len(set(with_links)) and sum("again" not in path for path in with_links) == count
+
+
+def test_names_that_are_no_utf8_are_read_and_can_be_told(tmp_path, photos):
+    odd = copied(photos, tmp_path / "odd")
+    folder = os.fsencode(odd / "train/class000")
+    os.rename(folder + b"/000.jpg", folder + b"/caf\xe9.jpg")
+    Path(os.fsdecode(folder + b"/bad\xff.jpg")).write_bytes(b"no image")
+    source = data.load("folder", path=str(odd), size=28, workers=0)
+    read = sum(int((y >= 0).sum()) for _, y in source.shown(data.Images("train"), 20))
+    assert read == source.count("train") - 1
+    assert list(source.unreadable.values()) == ["train/class000/bad\ufffd.jpg"]
+
+
+@pytest.mark.parametrize("mode, suffix", [("L", "jpg"), ("CMYK", "jpg"), ("P", "png"), ("LA", "png"), ("P", "gif")])
+def test_an_image_is_read_in_colours_whatever_its_mode(tmp_path, mode, suffix, recwarn):
+    transparent = {"transparency": bytes(200)} if (mode, suffix) == ("P", "png") else {}
+    Image.new("RGB", (6, 4), (102, 102, 102)).convert(mode).save(tmp_path / f"a.{suffix}", **transparent)
+    image = read_image(tmp_path / f"a.{suffix}")
+    assert image.mode == "RGB" and abs(image.getpixel((2, 2))[0] - 102) <= 2 and not recwarn
+
+
+def test_sixteen_bits_a_pixel_become_eight(tmp_path):
+    Image.fromarray(np.array([[0, 256 * 100, 65535]], dtype=np.uint16)).save(tmp_path / "deep.png")
+    assert [read_image(tmp_path / "deep.png").getpixel((i, 0)) for i in range(3)] == [(v,) * 3 for v in (0, 100, 255)]
+
+
+def test_held_out_images_that_come_to_none_are_told_before_training(tmp_path, photos):
+    with pytest.raises(dh.UserError, match=r"held_out: 0\.001 of 60 images is none to select epochs by"):
+        Run(made(tmp_path, photos, "held_out=0.001"), tmp_path / "run").execute()
+
+
+def test_a_process_without_a_share_of_the_images_sees_none(photos):
+    source = data.load("folder", path=str(photos), size=28, workers=0)
+    assert list(source.shown(data.Images("train", torch.tensor([], dtype=torch.int64)), 10)) == []
+
+
 def test_validation_images_without_class_folders_are_told_what_to_do(tmp_path, photos):
     flat = copied(photos, tmp_path / "flat")
     images = list((flat / "val").rglob("*.jpg"))
@@ -191,7 +286,7 @@ def test_validation_images_without_class_folders_are_told_what_to_do(tmp_path, p
     for folder in (flat / "val").iterdir():
         if folder.is_dir():
             folder.rmdir()
-    with pytest.raises(dh.UserError, match=r"no class folders.*move each into the folder of its class"):
+    with pytest.raises(dh.UserError, match=r"no class folders.*move each image into the folder of its class"):
         data.load("folder", path=str(flat))
 
 
@@ -344,6 +439,35 @@ def test_a_streaming_run_killed_at_random_moments_ends_with_the_same_weights_bit
     resumed = Run(recipe.read(str(job), longer), tmp_path / "killed").execute()
     assert same(weights(resumed), weights(whole))
     assert metrics(tmp_path / "killed") == metrics(tmp_path / "whole")
+
+
+def saved(path, size):
+    net = models.make("resnet-20", classes=4)
+    dh.save(net, path, provenance={"recipe": {"model": {"name": "resnet-20", "classes": 4}, "data": data_of(size)}})
+    return path
+
+
+def data_of(size):
+    return {"name": "folder", "path": "elsewhere", "size": size}
+
+
+def test_a_stored_network_is_counted_at_the_size_it_was_trained_at(tmp_path):
+    assert open_network(saved(tmp_path / "a.safetensors", 16))[1].shape == (2, 3, 16, 16)
+    with pytest.raises(dh.UserError, match="at most 4,096 pixels"):
+        open_network(saved(tmp_path / "b.safetensors", 10**9))
+
+
+def test_a_place_alone_says_where_the_data_of_a_stored_network_lie(tmp_path, photos, command):
+    file = saved(tmp_path / "a.safetensors", 28)
+    status, said, _ = command("evaluate", file, f"data.path={photos}", "--device", "cpu")
+    assert status == 0 and "of 24 images" in said
+    assert command("evaluate", file, "--device", "cpu")[0] == 2
+
+
+def test_the_model_of_plain_weights_may_have_settings(tmp_path, command):
+    torch.save(models.make("resnet-20", classes=4).state_dict(), tmp_path / "a.pth")
+    status, said, _ = command("explain", tmp_path / "a.pth", "--model", "{name: resnet-20, classes: 4}")
+    assert status == 0 and "can be removed" in said
 
 
 def test_evaluate_counts_what_a_stored_network_gets_right(tmp_path, photos, command):

@@ -42,6 +42,15 @@ def path_of(path: str | os.PathLike[str]) -> Path:
     return found
 
 
+def path_on_disk(text: str) -> Path:
+    """A path as a recipe has it, with ~ and environment variables filled in as a shell does.
+
+    >>> path_on_disk("data/$NO_SUCH_VARIABLE").name
+    '$NO_SUCH_VARIABLE'
+    """
+    return path_of(os.path.expanduser(os.path.expandvars(text)))
+
+
 def plain_file(path: str | os.PathLike[str]) -> Path:
     """`path` as a Path; a `UserError` for a device, a pipe or a folder, which may never end or can't be read at all.
 

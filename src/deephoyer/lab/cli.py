@@ -5,6 +5,7 @@ A user's mistake is one or two lines on standard error and exit status 2; Ctrl-C
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -192,7 +193,10 @@ def show(folder: Annotated[Path, typer.Argument(help="the folder of a finished r
 
 
 Stored = Annotated[Path, typer.Argument(help="a run's folder, or a .safetensors file")]
-ModelName = Annotated[str | None, typer.Option("--model", help="the model, if the file does not name it")]
+ModelName = Annotated[
+    str | None,
+    typer.Option("--model", help="the model, if the file does not name it: NAME, or '{name: NAME, classes: 10}'"),
+]
 
 
 @app.command()
@@ -209,12 +213,12 @@ def compact(
 ) -> None:
     """Removes the dead channels of a stored network, compares the outputs, and writes the smaller network."""
     from deephoyer.export import provenance, save
-    from deephoyer.lab.open_network import file_of, open_network
+    from deephoyer.lab.open_network import chosen_model, file_of, open_network
     from deephoyer.structure import compact as smaller
     from deephoyer.structure import compact_report
     from deephoyer.summary import summary as measure
 
-    network, example = open_network(source, model)
+    network, example = open_network(source, chosen_model(model))
     origin = provenance(file_of(source)) if model is None else None
     joints = joints or (origin or {}).get("recipe", {}).get("joints", "none")
     small = smaller(network, example, joints=joints)
@@ -238,9 +242,9 @@ def export(
 ) -> None:
     """Writes a stored network as ONNX, runs it with onnxruntime and compares the outputs."""
     from deephoyer.export import export as to_onnx
-    from deephoyer.lab.open_network import open_network
+    from deephoyer.lab.open_network import chosen_model, open_network
 
-    network, example = open_network(source, model)
+    network, example = open_network(source, chosen_model(model))
     difference = to_onnx(network, example, target)
     out.print(f"wrote {target}; largest difference of onnxruntime's outputs: {difference:.1e}")
 
@@ -252,11 +256,11 @@ def summary(
     model: ModelName = None,
 ) -> None:
     """Counts and times a stored network, and compares it with another if one is given."""
-    from deephoyer.lab.open_network import open_network
+    from deephoyer.lab.open_network import chosen_model, open_network
     from deephoyer.summary import summary as measure
 
-    network, example = open_network(source, model)
-    other = open_network(baseline, model)[0] if baseline else None
+    network, example = open_network(source, chosen_model(model))
+    other = open_network(baseline, chosen_model(model))[0] if baseline else None
     counted = measure(network, example, baseline=other)
     out.print(counted.table(out.width), counted.comparison(out.width), sep="\n")
 
@@ -278,6 +282,9 @@ def evaluate(
     lines = [f"top-1 {100 * score.accuracy:.2f} % ({score.right:,} of {score.images:,} images correct)"]
     if score.top5 is not None:
         lines.append(f"top-5 {100 * score.top5:.2f} % ({score.right5:,})")
+    if data.crops and data.unreadable:
+        names = list(data.unreadable.values())
+        lines.append(f"{len(names):,} left out, for they can't be read: {', '.join(names[:10])}")
     out.print(f"{source} on {data.name}: {', '.join(lines)}")
 
 
@@ -334,10 +341,25 @@ def _complain_once(why: UserError) -> None:
         _complain(f"process {number}: {why}")
 
 
+def _import_own_names() -> None:
+    """Runs the Python files in $DEEPHOYER_IMPORT, which give names to models, data and so on of the user's own."""
+    for text in filter(None, os.environ.get("DEEPHOYER_IMPORT", "").split(os.pathsep)):
+        path = Path(text)
+        if not path.is_file():
+            raise UserError(f"DEEPHOYER_IMPORT: there is no file {path}.")
+        name = f"deephoyer_import_{path.stem}"
+        spec = importlib.util.spec_from_file_location(name, path)
+        if spec is None or spec.loader is None:
+            raise UserError(f"DEEPHOYER_IMPORT: {path} is not a Python file; its name must end in .py.")
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+
+
 def main() -> None:
     """The entry point: a user's mistake is reported in a line or two, with exit status 2."""
     end_with_parent()
     try:
+        _import_own_names()
         status = app(standalone_mode=False)
     except UserError as why:
         _complain_once(why)

@@ -13,16 +13,21 @@ from torch import Tensor, nn
 from deephoyer.errors import UserError, shown
 from deephoyer.export import container, load, provenance
 from deephoyer.files import plain_file
+from deephoyer.lab import data as datasets
 from deephoyer.lab import models
+from deephoyer.lab import recipe as recipes
 from deephoyer.lab.choices import Choice, named
 from deephoyer.lab.runs import checkpoint
 from deephoyer.lab.runs.folder import RunFolder
+from deephoyer.lab.schema import TORCH_FILES
 
 SMALL = 2**26
 """Parameters of a network that any file may name: as many as AlexNet has."""
 WEIGHTS_A_BYTE = 256
 LARGEST = 1_000_000
 """A number among the settings of a network that a file names."""
+LARGEST_SIDE = 4096
+"""Of an image that a file says its network takes."""
 
 
 def open_network(path: Path, model: Choice | None = None) -> tuple[nn.Module, Tensor]:
@@ -40,8 +45,36 @@ def open_network(path: Path, model: Choice | None = None) -> tuple[nn.Module, Te
         checkpoint.fill(network, path, "the file")
     else:
         network = load(path, network)
-    example = torch.randn(2, *models.input_shape(named(chosen)[0]), generator=torch.Generator().manual_seed(0))
-    return network.eval(), example
+    recipe = {} if plain else provenance(path).get("recipe")
+    data = recipe.get("data") if isinstance(recipe, Mapping) else None
+    shape = input_shape(chosen, data if isinstance(data, str | dict) else None)
+    return network.eval(), torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
+
+
+def input_shape(model: Choice, data: Choice | None) -> tuple[int, ...]:
+    """What one input looks like: as the data that a network was trained on has it, or as its model's are usually.
+
+    >>> input_shape("torchvision:resnet18", {"name": "folder", "size": 64})
+    (3, 64, 64)
+    """
+    try:
+        shape = datasets.input_shape(data) if data is not None else None
+    except UserError:  # data that this version does not know
+        shape = None
+    if shape is None:
+        return models.input_shape(named(model)[0])
+    if not 1 <= min(shape) <= max(shape) <= LARGEST_SIDE:
+        raise UserError(f"its data has images of {shown('×'.join(map(str, shape)))}; at most {LARGEST_SIDE:,} pixels.")
+    return shape
+
+
+def chosen_model(text: str | None) -> Choice | None:
+    """What stands after --model: a name, or a mapping as in recipes.
+
+    >>> chosen_model("{name: resnet-20, classes: 3}")
+    {'name': 'resnet-20', 'classes': 3}
+    """
+    return None if text is None else recipes.choices([f"model={text}"]).get("model")
 
 
 def built_for(path: Path, model: Choice) -> nn.Module:
@@ -80,7 +113,7 @@ def file_of(path: Path) -> Path:
 def _is_plain(path: Path) -> bool:
     """Whether it is a file of weights that `deephoyer.save` did not write; `load` tells what is wrong with others."""
     plain_file(path)
-    if path.suffix in (".pt", ".pth"):
+    if path.suffix in TORCH_FILES:
         return True
     try:
         with safetensors.safe_open(path, framework="pt") as file:

@@ -77,6 +77,11 @@ def _path(name: str) -> Path:
         if alike:
             meant = " or ".join(", ".join(map(repr, alike)).rsplit(", ", 1))
             raise UserError(f"{name!r} is not a recipe. Did you mean {meant}? `deephoyer list` shows all.")
+        if (Path(name) / "recipe.yaml").is_file():
+            raise UserError(
+                f"{name} is the folder of a run: its recipe is {name}/recipe.yaml, its networks are "
+                f"{name}/*.safetensors."
+            )
         raise unknown("recipe", name, names(), "`deephoyer list` shows all; your own file must end in .yaml.")
     return FOLDER / f"{name}.yaml"
 
@@ -256,6 +261,16 @@ def _within(outer: str, keys: Iterable[str]) -> list[str]:
     return [key for key in keys if key.rpartition(".")[0] == outer]
 
 
+PLAINLY = {
+    "model_type": "should have keys and values, like {epochs: 3}",
+    "tuple_type": "should be a list, like [a, b]",
+    "int_parsing": "should be a whole number",
+    "float_parsing": "should be a number",
+    "bool_parsing": "should be true or false",
+}
+"""Pydantic's findings in the words of somebody who writes YAML."""
+
+
 def _explain(name: str, why: ValidationError) -> str:
     """The first error in one or two lines, with its place."""
     # A slip in a key makes another one missing; the slip is the cause.
@@ -272,7 +287,8 @@ def _explain(name: str, why: ValidationError) -> str:
         cause = first.get("ctx", {}).get("error")
         given = first["input"]
         value = f"; it is {shown(given)}." if not isinstance(given, dict) else "."
-        text = str(cause) if cause else first["msg"][0].lower() + first["msg"][1:] + value
+        asked = PLAINLY.get(first["type"]) or first["msg"][0].lower() + first["msg"][1:]
+        text = str(cause) if cause else asked + value
     more = f" ({len(why.errors()) - 1} more)" if len({e["loc"][:2] for e in why.errors()}) > 1 else ""
     text = text if len(text) <= LONGEST_MESSAGE else text[: LONGEST_MESSAGE - 1] + "…"
     return f"recipe {name}: {place[:200] + ': ' if place else ''}{text}{more}"

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from deephoyer.errors import UserError, unknown
+from deephoyer.errors import UserError
 from deephoyer.lab.choices import DataChoice, MethodChoice, ModelChoice, what_data
 from deephoyer.lab.stages import Part, Prune, Regularize, Training
 
@@ -32,9 +32,13 @@ DESCRIPTIVE = ("about", "needs", "expect")
 """Keys that only describe a recipe and do not affect a run."""
 
 
+TORCH_FILES = (".pt", ".pth", ".tar", ".ckpt", ".bin")
+"""How files that `torch.save` wrote are called: weights.pth, model_best.pth.tar, last.ckpt, pytorch_model.bin."""
+
+
 def is_file(words: str) -> bool:
     """Whether a network is given as a file, not as the run that makes it."""
-    return words.endswith((".safetensors", ".pt", ".pth"))
+    return words.endswith((".safetensors", *TORCH_FILES))
 
 
 def ordered(words: str) -> str:
@@ -166,7 +170,7 @@ class Recipe(Part):
     @classmethod
     def _known_device(cls, choice: str) -> str:
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", choice):
-            raise unknown("device", choice, ("auto", "cpu", "cuda", "cuda:0"))
+            raise UserError(f"{choice!r} is not a device: it is auto, cpu, cuda, or one GPU's number like cuda:0.")
         return choice
 
     @model_validator(mode="after")

@@ -6,6 +6,7 @@ streaming (`streaming.py`); what both are to the rest is `source.py`.
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from deephoyer.lab.choices import Choice, named
 from deephoyer.lab.data import cifar10 as _cifar10
 from deephoyer.lab.data.cifar10 import cifar10 as read_cifar10
 from deephoyer.lab.data.dataset import Dataset
@@ -22,7 +24,7 @@ from deephoyer.lab.data.source import TEST, Images, Source
 from deephoyer.lab.data.streaming import folder, imagenet, tiny_imagenet
 from deephoyer.registry import Registry
 
-__all__ = ["DATASETS", "TEST", "Dataset", "Images", "Source", "fetch", "load", "on_device"]
+__all__ = ["DATASETS", "TEST", "Dataset", "Images", "Source", "fetch", "input_shape", "load", "on_device"]
 
 DATASETS: Registry[Source] = Registry("data set", "data")
 DATASETS.add("mnist", read_mnist)
@@ -39,6 +41,18 @@ def load(name: str | dict[str, Any], **settings: Any) -> Any:
     torch.Size([100, 1, 28, 28])
     """
     return DATASETS.make(name, **settings)
+
+
+def input_shape(choice: Choice) -> tuple[int, ...] | None:
+    """What one image looks like where the data's settings have a size, without the data; None where they have none.
+
+    >>> input_shape({"name": "folder", "size": 64}), input_shape("imagenet"), input_shape("mnist")
+    ((3, 64, 64), (3, 224, 224), None)
+    """
+    name, settings = named(choice)
+    takes = inspect.signature(DATASETS[name]).parameters
+    size = settings.get("size", takes["size"].default) if "size" in takes else None
+    return (3, size, size) if isinstance(size, int) else None
 
 
 _shared: WeakValueDictionary[tuple[str, torch.device], Source] = WeakValueDictionary()

@@ -8,8 +8,11 @@ Three layouts are told apart by what is there:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import os
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +21,12 @@ from PIL import Image
 from deephoyer.errors import UserError
 
 ANNOTATIONS = "val_annotations.txt"
+SUFFIXES = frozenset(
+    (".jpg", ".jpeg", ".jfif", ".png", ".ppm", ".pgm", ".bmp", ".tif", ".tiff", ".webp", ".gif", ".avif")
+)
+"""Files with other names are passed over, and counted."""
+ALIKE = {"train": ("training", "Train", "TRAIN"), "val": ("valid", "validation", "test", "Val", "VAL", "Test")}
+"""What others call the two folders."""
 MOST_PIXELS = 100_000_000
 """Of one image; one that is larger counts as one that can't be read."""
 
@@ -33,25 +42,32 @@ class Files:
     paths: np.ndarray
     labels: np.ndarray
     classes: tuple[str, ...]
+    others: Counter[str] = field(default_factory=Counter)
+    """How many files beside the images were passed over, by how their names end."""
 
     def __len__(self) -> int:
         return len(self.paths)
 
     def path(self, i: int) -> Path:
-        return self.root / self.paths[i].decode()
+        return self.root / os.fsdecode(self.paths[i])
 
     def name(self, i: int) -> str:
         """What an image is called in messages: its split, its class and its file."""
-        return f"{self.root.name}/{self.paths[i].decode()}"
+        return f"{self.root.name}/{self.paths[i].decode(errors='replace')}"
 
 
 def find(root: Path, key: str) -> tuple[Files | None, Files]:
     """The training and the validation images below `root`; `key` says in errors whose folder it is."""
     if not root.is_dir():
-        raise UserError(f"{key}: there is no folder {root}; it should have train/<class>/ and val/<class>/ in it.")
-    train = _by_folder(root / "train", key) if (root / "train").is_dir() else None
-    if not (root / "val").is_dir():
-        raise UserError(f"{key}: {root} has no folder val; it should have train/<class>/ and val/<class>/ in it.")
+        raise UserError(f"{key}: {_not_a_folder(root)}; it should have train/<class>/ and val/<class>/ in it.")
+    has = {split: (root / split).is_dir() for split in ALIKE}
+    if not has["val"]:
+        raise UserError(
+            f"{key}: {root} has no folder val; it should have train/<class>/ and val/<class>/ in it.{_hint(root)}"
+        )
+    if not has["train"] and _called(root, "train"):
+        raise UserError(f"{key}: {root} has no folder train.{_hint(root)}")
+    train = _by_folder(root / "train", key) if has["train"] else None
     annotated = (root / "val" / ANNOTATIONS).is_file()
     val = _annotated(root / "val", train, key) if annotated else _by_folder(root / "val", key)
     if train is not None and train.classes != val.classes:
@@ -59,34 +75,105 @@ def find(root: Path, key: str) -> tuple[Files | None, Files]:
     return train, val
 
 
+def passed_over(files: Iterable[Files | None]) -> str | None:
+    """What is told of files that were found among the images and are none."""
+    others: Counter[str] = sum((f.others for f in files if f is not None), Counter())
+    if not others:
+        return None
+    kinds = [f"{count:,} {suffix or 'without an ending'}" for suffix, count in others.most_common()]
+    return f"files passed over, for their names are not those of images: {_some(kinds)}"
+
+
+def _not_a_folder(path: Path) -> str:
+    if path.is_file():
+        return f"{path} is a file, not a folder: unpack it first"
+    return f"there is no folder {path}" + ("" if path.is_absolute() else f" in {Path.cwd()}")
+
+
+def _called(root: Path, split: str) -> str | None:
+    """The folder that is likely meant to be this split's."""
+    there = {path.name for path in root.iterdir() if path.is_dir()}
+    return next((name for name in ALIKE[split] if name in there), None)
+
+
+def _hint(root: Path) -> str:
+    """What may be the matter with a folder that lacks train or val."""
+    pairs = [(split, _called(root, split)) for split in ALIKE if not (root / split).is_dir()]
+    meant = [f"{name} to {split}" for split, name in pairs if name]
+    if meant:
+        return f" Rename {' and '.join(meant)}."
+    inner = [path.name for path in root.iterdir() if (path / "val").is_dir()]
+    return f" {root / inner[0]} has one: is that the folder?" if inner else ""
+
+
 def read_image(path: Path) -> Image.Image | None:
-    """An image file, decoded, in red, green and blue; None where that can't be done."""
+    """An image file, decoded, in red, green and blue, as it lies in the file; None where that can't be done.
+
+    Of several frames it is the first. What a camera noted about its orientation is not applied, as in torchvision.
+    """
     try:
         if not path.is_file():  # a pipe would be waited for
             return None
-        with Image.open(path) as image:
-            return image.convert("RGB") if image.width * image.height <= MOST_PIXELS else None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of odd palettes, and of sizes that are checked here
+            with Image.open(path) as image:
+                return _in_colours(image) if image.width * image.height <= MOST_PIXELS else None
     except Exception:  # on damaged bytes decoders raise whatever comes up
         return None
 
 
-def _by_folder(folder: Path, key: str) -> Files:
-    from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
+def _in_colours(image: Image.Image) -> Image.Image:
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):
+        # Sixteen bits a pixel, of which Pillow would cut off at 255 what goes up to 65,535.
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
+    return image.convert("RGB")
 
+
+def _by_folder(folder: Path, key: str) -> Files:
     try:
-        classes, numbers = find_classes(str(folder))
-        samples = make_dataset(str(folder), numbers, IMG_EXTENSIONS)
-    except FileNotFoundError as why:
-        if any(folder.glob("*.JPEG")):
-            raise UserError(
-                f"{key}: {folder} has images but no class folders. ImageNet's validation images come like that; "
-                "move each into the folder of its class (val/n01440764/…) first."
-            ) from None
-        raise UserError(f"{key}: {folder} has no classes to read: {str(why).splitlines()[0]}") from None
+        classes = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and entry.name[0] != ".")
+        found = [list(_below(folder / name, name)) for name in classes]
     except OSError as why:
-        raise UserError(f"{key}: {folder} can't be read: {why.strerror or why}.") from None
-    start = len(str(folder)) + 1
-    return _files(folder, [path[start:] for path, _ in samples], [label for _, label in samples], classes)
+        raise UserError(f"{key}: {why.filename or folder} can't be read: {why.strerror or why}.") from None
+    if not classes:
+        raise UserError(
+            f"{key}: {folder} has no class folders: move each image into the folder of its class "
+            f"({folder.name}/rose/…; ImageNet's validation images into {folder.name}/n01440764/…)."
+        )
+    images = [[path for path in paths if _suffix(path) in SUFFIXES] for paths in found]
+    others = Counter(_suffix(path) for paths in found for path in paths if _suffix(path) not in SUFFIXES)
+    empty = [i for i, paths in enumerate(images) if not paths]
+    if empty:
+        names = _some([f"{folder.name}/{classes[i]}" for i in empty])
+        only = sorted({_suffix(path) for path in found[empty[0]]})
+        holds = f" ({classes[empty[0]]} has only {_some(only)})" if only else ""
+        raise UserError(f"{key}: no images in {names}{holds}; a class needs images in train and in val.")
+    labels = [label for label, paths in enumerate(images) for _ in paths]
+    return _files(folder, [path for paths in images for path in paths], labels, classes, others)
+
+
+def _below(folder: Path, name: str, above: tuple[str, ...] = ()) -> Iterator[str]:
+    """Paths of all files below a folder, links followed, in a fixed order; hidden files and folders are no data.
+
+    A link back to a folder above it would lead round for ever.
+    """
+    real = os.path.realpath(folder)
+    if real in above:
+        return
+    inner = []
+    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+        if entry.name.startswith("."):
+            continue
+        if entry.is_dir():
+            inner.append(entry)
+        else:
+            yield f"{name}/{entry.name}"
+    for entry in inner:
+        yield from _below(Path(entry.path), f"{name}/{entry.name}", (*above, real))
+
+
+def _suffix(path: str) -> str:
+    return os.path.splitext(path)[1].lower()
 
 
 def _annotated(folder: Path, train: Files | None, key: str) -> Files:
@@ -107,9 +194,11 @@ def _annotated(folder: Path, train: Files | None, key: str) -> Files:
     return _files(folder, [f"images/{line[0]}" for line in lines], [number[line[1]] for line in lines], classes)
 
 
-def _files(root: Path, paths: Sequence[str], labels: Sequence[int], classes: Sequence[str]) -> Files:
-    encoded = np.array([path.encode() for path in paths])
-    return Files(root, encoded, np.array(labels, dtype=np.int64), tuple(classes))
+def _files(
+    root: Path, paths: Sequence[str], labels: Sequence[int], classes: Sequence[str], others: Counter[str] | None = None
+) -> Files:
+    encoded = np.array([os.fsencode(path) for path in paths])
+    return Files(root, encoded, np.array(labels, dtype=np.int64), tuple(classes), others or Counter())
 
 
 def _difference(train: Sequence[str], val: Sequence[str]) -> str:

@@ -57,6 +57,8 @@ class Source(ABC):
     std: tuple[float, ...]
     unreadable: dict[tuple[Split, int], str]
     skip_at_most: int
+    passed_over: str | None = None
+    """What a run tells at its start of files that are no images."""
 
     @property
     @abstractmethod
@@ -98,9 +100,11 @@ class Source(ABC):
 
     def refuse(self, names: Sequence[str]) -> None:
         """Ends a run for which too many images could not be read."""
+        images = "1 image" if len(names) == 1 else f"{len(names):,} images"
+        more = ", …" if len(names) > 3 else ""
         raise UserError(
-            f"data {self.name}: {len(names)} images can't be read ({', '.join(names[:3])}, …). Mend or remove "
-            f"them, or let more be left out: data.skip_at_most is {self.skip_at_most}."
+            f"data {self.name}: {images} can't be read ({', '.join(names[:3])}{more}). Mend or remove them, "
+            f"or let more be left out: data.skip_at_most is {self.skip_at_most}."
         )
 
 

@@ -20,8 +20,8 @@ from PIL import Image
 from torch import Tensor
 
 from deephoyer.errors import UserError
-from deephoyer.files import kept_in
-from deephoyer.lab.data.image_files import Files, find, read_image
+from deephoyer.files import kept_in, path_on_disk
+from deephoyer.lab.data.image_files import Files, find, passed_over, read_image
 from deephoyer.lab.data.small_images import SmallImages
 from deephoyer.lab.data.source import UNREADABLE, Images, Source, Split, seed_of
 from deephoyer.lab.runs.environment import usable_cores
@@ -67,6 +67,7 @@ class Streaming(Source):
         self.workers = default_workers() if workers is None else workers
         self.skip_at_most = skip_at_most
         self.unreadable = {}
+        self.passed_over = passed_over(self.files.values())
         self.device = torch.device("cpu")
         self._reader = _Reader(self.files, size, *_transforms(size, resize, crop, flip))
         self._queue = _Queue()
@@ -97,7 +98,7 @@ class Streaming(Source):
 
     def shown(self, images: Images, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
         index = torch.arange(self.count(images.split)) if images.index is None else images.index
-        requests = [Request(images.split, part.tolist()) for part in index.split(batch)]
+        requests = [Request(images.split, part.tolist()) for part in index.split(batch) if len(part)]
         few = len(index) <= FEW
         stream = self._sent(requests, map(self._reader.__getitem__, requests)) if few else self.stream(requests)
         for x, y in stream:
@@ -242,8 +243,15 @@ def folder(
             raise UserError(f"data: {key} is {said!r}; it must be true or false.")
     if isinstance(crop, bool) or not isinstance(crop, int | float) or not 0 < crop <= 1:
         raise UserError(f"data: crop is {crop!r}; it must be a share of an image's area, above 0 and at most 1.")
+    if resize is not None and resize < size:
+        raise UserError(f"data: resize is {resize}, but size is {size}: images would get black borders.")
+    for key, text in (("path", path), ("title", title)):
+        if not isinstance(text, str | None):
+            raise UserError(f"data: {key} is {text!r}; it must be text.")
     needs_torchvision(title)
-    root = kept_in(title) if path is None else Path(path).expanduser()
+    root = kept_in(title) if path is None else path_on_disk(path)
+    if path is None and not root.is_dir():
+        raise UserError(f"data {title}: where is it? Give data.path=FOLDER, or put it at {root} ($DEEPHOYER_DATA).")
     made = Streaming(title, root, size, resize or size * 8 // 7, crop, flip, normalize, workers, skip_at_most)
     return made.held(crop, flip) if memory else made
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -91,7 +92,16 @@ def at_most(parameters: int) -> Iterator[None]:
 
 def maker(name: str) -> Callable[..., nn.Module]:
     """What makes the network of that name; a `UserError` where there is none."""
-    return by_library.maker(name) if by_library.is_library(name) else MODELS[name]
+    if by_library.is_library(name):
+        return by_library.maker(name)
+    near = any(_letters(own) == _letters(name) for own in MODELS)  # lenet5: nothing is imported for its error
+    if not near and by_library.in_torchvision(name):
+        raise UserError(f"{name!r} is not a model of ours. Did you mean torchvision:{name}?")
+    return MODELS[name]
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
 def _made(maker: Callable[..., nn.Module], settings: dict[str, Any]) -> nn.Module:

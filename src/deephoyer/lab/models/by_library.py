@@ -86,16 +86,25 @@ def _make_timm(network: str, classes: int = 1000, **settings: Any) -> nn.Module:
 _LIBRARIES: dict[str, Callable[[str], Callable[..., nn.Module]]] = {"torchvision": _torchvision, "timm": _timm}
 
 
+def in_torchvision(name: str) -> bool:
+    """Whether torchvision has a network of this name; timm's thousand would take seconds to look through."""
+    try:
+        maker(f"torchvision:{name}")
+    except UserError:
+        return False
+    return True
+
+
 def _imported(library: str, package: str) -> Any:
     import importlib
 
     try:
         return importlib.import_module(library)
     except ImportError as why:
-        raise UserError(f"model: {library} can't be imported ({why}). `pip install '{package}'` installs it.") from None
+        raise UserError(f"{library} can't be imported ({why}). `pip install '{package}'` installs it.") from None
 
 
 def _unknown(library: str, network: str, known: list[str]) -> UserError:
     near = difflib.get_close_matches(network, known, n=3, cutoff=0.5)
     guess = f"Did you mean {' or '.join(f'{library}:{n}' for n in near)}?" if near else f"It has {len(known)} others."
-    return UserError(f"model: {library} has no network {network!r}. {guess}")
+    return UserError(f"{library} has no network {network!r}. {guess}")

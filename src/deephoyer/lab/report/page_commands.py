@@ -46,10 +46,10 @@ def explain(
 
     from deephoyer.explain import explain as explanation_of
     from deephoyer.lab import models
-    from deephoyer.lab.open_network import open_network
+    from deephoyer.lab.open_network import chosen_model, open_network
 
     if Path(source).exists():
-        network, example = open_network(Path(source), model)
+        network, example = open_network(Path(source), chosen_model(model))
     else:
         network, example = models.make(source), torch.zeros(2, *models.input_shape(source))
     made = explanation_of(network, example)

@@ -16,7 +16,7 @@ from deephoyer.errors import UserError
 from deephoyer.export import load
 from deephoyer.export.network_file import encode
 from deephoyer.lab import models
-from deephoyer.lab.choices import named
+from deephoyer.lab.open_network import input_shape
 from deephoyer.lab.recipe import Command
 from deephoyer.lab.report import record as records
 from deephoyer.lab.report import stored_weights
@@ -185,5 +185,5 @@ def _agree(folder: RunFolder, summary: dict[str, Any], measured: Measured, last:
 
 
 def _timings(folder: RunFolder, summary: dict[str, Any], recipe: Recipe) -> tuple[records.Timing, ...]:
-    example = torch.randn(2, *models.input_shape(named(recipe.model)[0]))
+    example = torch.randn(2, *input_shape(recipe.model, recipe.data))
     return timings(summary, load(folder / COMPACT, models.of(recipe.model)), models.of(recipe.model), example)

@@ -17,9 +17,10 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from deephoyer.errors import UserError, shown
+from deephoyer.errors import UserError, first_line, shown
 from deephoyer.export import container, load
 from deephoyer.files import folder_at, plain_file, write_atomically
+from deephoyer.lab.schema import TORCH_FILES
 
 KIND = "run"
 KEPT = 2
@@ -109,13 +110,14 @@ def fill(model: nn.Module, path: Path, key: str, classes_may_differ: bool = Fals
     """
     plain_file(path)
     try:
-        if path.suffix in (".pt", ".pth"):
+        if path.suffix in TORCH_FILES:
             state = _torch_file(path, key)
         else:
             with safetensors.safe_open(path, framework="pt") as file:
                 ours = (file.metadata() or {}).get("format") == container.FORMAT
             state = load(path, model).state_dict() if ours else safetensors.torch.load(path.read_bytes())
         own = model.state_dict()
+        state = _unwrapped(state, own)
         for name, tensor in state.items():  # load_state_dict would convert without a word
             if name in own and tensor.is_floating_point() != own[name].is_floating_point():
                 raise UserError(f"{key}: {path}: {name} is of type {tensor.dtype}, the model's of {own[name].dtype}.")
@@ -124,7 +126,8 @@ def fill(model: nn.Module, path: Path, key: str, classes_may_differ: bool = Fals
     except (OSError, safetensors.SafetensorError) as why:
         raise UserError(f"{key}: {path} can't be read: {why}.") from None
     except RuntimeError as why:
-        raise UserError(f"{key}: {path} does not fit the model: {str(why).splitlines()[-1].strip()}") from None
+        told = first_line(str(why).splitlines()[-1], 300)
+        raise UserError(f"{key}: {path} does not fit the model: {told}") from None
     return new
 
 
@@ -136,12 +139,35 @@ def _torch_file(path: Path, key: str) -> dict[str, Tensor]:
         raise UserError(
             f"{key}: {path} contains more than tensors and is not opened; save only its state_dict."
         ) from None
-    for outer in ("state_dict", "model"):
-        if isinstance(content, dict) and isinstance(content.get(outer), dict):
-            content = content[outer]
-    if not isinstance(content, dict) or not all(isinstance(t, Tensor) for t in content.values()):
+    except OSError:
+        raise
+    except Exception:  # on damaged bytes torch raises whatever comes up
+        raise UserError(f"{key}: {path} can't be read: it is damaged, or torch.save did not write it.") from None
+    found = _weights_in(content)
+    if found is None:
         raise UserError(f"{key}: {path} is not a file of weights: it should hold a state_dict.")
-    return {name.removeprefix("module."): tensor for name, tensor in content.items()}
+    return found
+
+
+def _weights_in(content: Any) -> dict[str, Tensor] | None:
+    """The state_dict in what a training program saved: all of it, or the part beside its epoch and optimizer."""
+    if not isinstance(content, dict) or not content:
+        return None
+    if all(isinstance(name, str) and isinstance(value, Tensor) for name, value in content.items()):
+        return content
+    inner = {name: found for name, value in content.items() if (found := _weights_in(value)) is not None}
+    usual = next((name for name in ("state_dict", "model", "model_state_dict") if name in inner), None)
+    return inner[usual] if usual else next(iter(inner.values())) if len(inner) == 1 else None
+
+
+def _unwrapped(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Without what DataParallel, torch.compile or a trainer's `model` put before every name."""
+    bare = dict(state)
+    while bare and not any(name in own for name in bare):
+        if len({name.partition(".")[0] for name in bare}) > 1 or not all("." in name for name in bare):
+            return dict(state)
+        bare = {name.partition(".")[2]: tensor for name, tensor in bare.items()}
+    return bare
 
 
 def _classifier(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> list[str]:

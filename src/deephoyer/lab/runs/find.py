@@ -14,6 +14,7 @@ from typing import Any
 
 from deephoyer.errors import UserError
 from deephoyer.export import provenance
+from deephoyer.files import path_on_disk
 from deephoyer.lab.choices import Choice
 from deephoyer.lab.recipe import Command, parse
 from deephoyer.lab.schema import Recipe, Teacher, is_file
@@ -72,9 +73,9 @@ def network(named: str | Teacher, key: str) -> Network:
 
 
 def _in_file(file: str, key: str, model: Choice | None) -> Network:
-    path = Path(file)
+    path = path_on_disk(file)
     if not path.is_file():
-        raise UserError(f"{key}: there is no file {file}; paths are taken from the folder you are in.")
+        raise UserError(f"{key}: there is no file {path}; paths are taken from the folder you are in.")
     recipe = _recipe_of(path)
     return Network(path, model or recipe.get("model"), recipe.get("epoch_selection"))
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from deephoyer.errors import UserError, first_line, unknown
 from deephoyer.export import provenance
 from deephoyer.lab import data as datasets
+from deephoyer.lab.choices import Choice, named
 from deephoyer.lab.data.source import TEST, UNREADABLE, Images, Source
 from deephoyer.lab.open_network import file_of, open_network
 
@@ -44,7 +45,9 @@ class Correct:
         """From the tensor that `count_correct` returns; waits for the device."""
         right, right5, images = (int(n) for n in counts.tolist())
         if not images:
-            raise UserError(f"data {source.name}: there is no image to evaluate on.")
+            bad = list(source.unreadable.values()) if source.crops else []
+            why = f": {len(bad)} can't be read ({', '.join(bad[:3])})" if bad else ""
+            raise UserError(f"data {source.name}: there is no image to evaluate on{why}.")
         return cls(right, right5 if source.classes > MANY_CLASSES else None, images)
 
 
@@ -71,7 +74,7 @@ def evaluate_file(
     if unknown_keys:
         raise unknown("setting of an evaluation", unknown_keys[0], ("data", "model"))
     network, _ = open_network(path, words.get("model"))
-    source = datasets.load(words["data"] if "data" in words else _data_of(file_of(path))).to(device)
+    source = datasets.load(_data_for(path, words.get("data"))).to(device)
     network = network.float().to(device).to(memory_format=torch.channels_last)
     try:
         outputs = network(source.example(1)).shape[1]
@@ -83,7 +86,15 @@ def evaluate_file(
     return Correct.read(count_correct(network, source, TEST, batch), source), source
 
 
-def _data_of(path: Path) -> str | dict[str, Any]:
+def _data_for(path: Path, said: Choice | None) -> Choice:
+    """The data that is said, or the file's own; settings without a name (data.path=…) change those of its own."""
+    if said is None or (isinstance(said, Mapping) and "name" not in said):
+        name, settings = named(_own_data(file_of(path)))
+        return {"name": name, **settings, **(said or {})}
+    return said
+
+
+def _own_data(path: Path) -> str | dict[str, Any]:
     recipe = provenance(path).get("recipe") if path.suffix == ".safetensors" else None
     data = recipe.get("data") if isinstance(recipe, Mapping) else None
     if not isinstance(data, str | dict):

@@ -123,7 +123,7 @@ class TrainingLoop:
         self.state.epoch = epoch + 1
         score = Correct.read(torch.tensor([values.pop(key) for key in ("right", "right5", "images")]), run.data)
         line = self._close_epoch(values.pop("loss") / len(drawn), score)
-        return line | self._unreadable() | values | {"seconds": round(time.monotonic() - began, 3)}
+        return line | run.note_unreadable() | values | {"seconds": round(time.monotonic() - began, 3)}
 
     def _stream(self, drawn: Streamed, rates: list[float]) -> None:
         """The rest of an epoch of streamed images, with checkpoints on the way.
@@ -183,20 +183,6 @@ class TrainingLoop:
         if not last:
             self.run.model.load_state_dict(self.best)
         state.selected[state.stage] = state.epoch if last else state.best_epoch
-
-    def _unreadable(self) -> dict[str, int]:
-        """How many images could not be read so far, for the line of metrics; new ones are named to the user."""
-        run, data = self.run, self.run.data
-        if not data.crops:
-            return {}
-        known = set(self.state.unreadable)
-        names = known.union(*run.processes.gathered(list(data.unreadable.values())))
-        if names - known:
-            run.progress.note(f"left out because they can't be read: {', '.join(sorted(names - known)[:10])}")
-        if len(names) > data.skip_at_most:
-            run.processes.on_main(lambda: data.refuse(sorted(names)))
-        self.state.unreadable = sorted(names)
-        return {"unreadable": len(names)} if names else {}
 
     def save(self) -> None:
         """Writes a checkpoint in the middle of the stage."""

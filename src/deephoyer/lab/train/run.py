@@ -21,6 +21,7 @@ from deephoyer.lab import data as datasets
 from deephoyer.lab import models
 from deephoyer.lab.choices import Choices, named, several
 from deephoyer.lab.data import TEST, Images
+from deephoyer.lab.data.source import UNREADABLE
 from deephoyer.lab.methods import METHODS, Method
 from deephoyer.lab.methods import Stage as MethodStage
 from deephoyer.lab.recipe import Command
@@ -124,6 +125,8 @@ class Run:
             begun = self.state.stage != "start"
             find.check_networks([(key, name) for key, name in self.recipe.networks() if not (begun and key == "start")])
         self.data = datasets.on_device(self.recipe.data, self.device)
+        if self.data.passed_over:
+            self.progress.note(self.data.passed_over)
         if self.data.crops and (self.recipe.shift or self.recipe.flip):
             raise UserError(
                 f"shift and flip are for images that are not cropped; {self.data.name} is cropped and flipped by its "
@@ -151,6 +154,11 @@ class Run:
         self.pool = order[held:].sort().values  # on the CPU, where epochs are drawn
         if len(self.pool) < 1:
             raise UserError(f"held_out: {self.recipe.held_out} of {count} images leaves none to train on.")
+        if self.recipe.epoch_selection == "held-out" and not held:
+            raise UserError(
+                f"held_out: {self.recipe.held_out} of {count} images is none to select epochs by; hold out more, "
+                "or keep the last epoch (epoch_selection=last)."
+            )
 
     def _check_batch(self, batch: int) -> None:
         count, parts = self.processes.count, self.recipe.accumulate
@@ -220,6 +228,7 @@ class Run:
             checkpoint.write_tensors(self.folder / f"{title}.safetensors", self.model.state_dict())
             checkpoint.write_tensors(self.folder / METHOD_FILE, self.method.state())
         score, place = self.score(TEST), self.stages.index(stage)
+        self.note_unreadable()
         self.state.accuracy[title] = score.accuracy
         if score.top5 is not None:
             self.state.top5[title] = score.top5
@@ -285,6 +294,20 @@ class Run:
 
     # Evaluating
 
+    def note_unreadable(self) -> dict[str, int]:
+        """How many images could not be read so far, for the line of metrics; new ones are named to the user."""
+        data, known = self.data, set(self.state.unreadable)
+        if not data.crops:
+            return {}
+        names = known.union(*self.processes.gathered(list(data.unreadable.values())))
+        if new := sorted(names - known):
+            more = f" and {len(new) - 10} more" if len(new) > 10 else ""
+            self.progress.note(f"left out because they can't be read: {', '.join(new[:10])}{more}")
+        if len(names) > data.skip_at_most:
+            self.processes.on_main(lambda: data.refuse(sorted(names)))
+        self.state.unreadable = sorted(names)
+        return {"unreadable": len(names)} if names else {}
+
     @property
     def selection_images(self) -> Images:
         """The images whose accuracy selects epochs, and meets targets."""
@@ -309,9 +332,10 @@ class Run:
 
     @torch.inference_mode()
     def predictions(self, model: nn.Module) -> Tensor:
-        """The class that a model predicts for each test image, in eval mode."""
+        """The class that a model predicts for each test image that can be read, in eval mode."""
         model.eval()
-        return torch.cat([model(x).argmax(1) for x, _ in self.data.shown(TEST, self._evaluation_batch())])
+        shown = self.data.shown(TEST, self._evaluation_batch())
+        return torch.cat([model(x).argmax(1)[y != UNREADABLE] for x, y in shown])
 
     def _evaluation_batch(self, between_epochs: bool = False) -> int:
         if self.data.crops:
