@@ -40,7 +40,6 @@ class Labels:
         self._views: dict[int, Tensor] = {}
         self._discrete: dict[int, Tensor] = {}
         self._passing: dict[int, Tensor] = {}
-        self._filled: dict[int, Tensor] = {}  # by the address of their memory
         self._mixed: dict[int, tuple[Tensor, list[Tensor], str]] = {}
         self._parts: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor, str]] = {}
         self._starts: list[int] = []
@@ -116,20 +115,6 @@ class Labels:
     def set_passing(self, tensor: Tensor) -> None:
         self._of.pop(id(tensor), None)
         self._passing[id(tensor)] = tensor
-
-    def written_into(self, part: Tensor) -> Tensor | None:
-        """The tensor, made on the way to be filled, that a part belongs to; what is filled is no constant."""
-        memory = part.untyped_storage().data_ptr()
-        if memory not in self._filled:
-            empty = [t for t in (*self._passing.values(), *self._constants.values()) if self.is_made(t)]
-            made = [t for t in empty if t.untyped_storage().data_ptr() == memory and t.dim() == part.dim()]
-            if not made or made[0].numel() < part.numel():
-                return None
-            self._filled[memory] = max(made, key=Tensor.numel)
-            for tensor in made:
-                self._constants.pop(id(tensor), None)
-                self._passing.pop(id(tensor), None)
-        return self._filled[memory]
 
     def set_view(self, tensor: Tensor) -> None:
         """The tensor is a parameter laid out in another way: each of its elements is one of the parameter's."""

@@ -359,22 +359,6 @@ def pointwise(n: Labels, op: Operation) -> None:
         n.set(tensor, axes if tensor.shape == target.shape else [])
 
 
-def fills(n: Labels, op: Operation) -> None:
-    """A tensor made on the way is written into part by part; channels that lie whole in each part are the tensor's."""
-    part, source = op.args[:2]
-    whole = n.written_into(part) if part._is_view() and not n.known(part) else None
-    axes = [like(axis, part.dim()) for axis in n.of(source)] if isinstance(source, Tensor) else []
-    if whole is None or whole.dim() != part.dim():
-        return pointwise(n, op)
-    if any(n.varies(axis, d) and part.shape[d] != whole.shape[d] for axis in axes for d in range(part.dim())):
-        return pointwise(n, op)
-    sizes = [1 if mine != its else its for mine, its in zip(part.shape, whole.shape, strict=True)]
-    axes = [shortened(n, axis, [d for d, s in enumerate(sizes) if s == 1]) for axis in axes]
-    axes = meet(n, [(sizes, axes), *([(sizes, n.of(whole))] if n.known(whole) else [])], op.where)
-    n.set(whole, axes)
-    n.set(part, axes)
-
-
 def _write_into_part(n: Labels, op: Operation, part: Tensor, axes: list[Tensor]) -> None:
     """A tensor that was made to be filled by parts has the axes of each, but for those that lie along the cut."""
     whole = part._base
@@ -581,7 +565,8 @@ _RULES: tuple[tuple[Rule, str], ...] = (
     (views, "view _unsafe_view reshape _reshape_alias"),
     (restrides, "as_strided"),
     (pads, "constant_pad_nd"),
-    (pointwise, "hardswish _prelu_kernel native_dropout masked_fill where zeros_like ones_like full_like empty_like"),
+    (pointwise, "hardswish _prelu_kernel native_dropout copy masked_fill where"),
+    (pointwise, "zeros_like ones_like full_like empty_like"),
     (draws, "randn_like rand_like randint_like bernoulli normal multinomial poisson exponential uniform"),
     # In place these have no tag in torch 2.9.
     (pointwise, "hardtanh leaky_relu elu gelu mish hardsigmoid celu selu threshold rrelu"),
@@ -591,7 +576,6 @@ _RULES: tuple[tuple[Rule, str], ...] = (
     (shuffles_pixels, "pixel_shuffle pixel_unshuffle"),
     (gates, "glu"),
     (unfolds, "im2col col2im"),
-    (fills, "copy"),
     (packs, "_pack_padded_sequence _pad_packed_sequence"),
     (reads_regions, "roi_align roi_pool"),
 )
