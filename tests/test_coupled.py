@@ -352,7 +352,10 @@ def test_a_deep_network_with_most_of_its_channels_dead_is_followed_and_compacted
 
 
 def test_a_network_is_run_three_times_and_a_copy_of_which_nothing_went_not_at_all():
-    """Once to follow its channels, and once with them and without them; what has no zeros in it is only copied."""
+    """Once to follow its channels, and once with them and without them; what has no zeros in it is only copied.
+
+    More examples than one are tried once more, with them and without them.
+    """
 
     class Counted(nn.Sequential):
         runs = 0
@@ -361,9 +364,11 @@ def test_a_network_is_run_three_times_and_a_copy_of_which_nothing_went_not_at_al
             Counted.runs += 1
             return super().forward(x)
 
-    net, x = Counted(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3)), torch.randn(2, 3, 7, 7)
+    net, x = Counted(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3)), torch.randn(1, 3, 7, 7)
     groups = Coupled(net, x)
     assert Counted.runs == 3 and [unit.count for unit in groups.units()] == [8]
     small = compact(net, x, groups=groups)
     assert Counted.runs == 3 and torch.equal(small.eval()(x), net.eval()(x))
     assert small[0].weight is not net[0].weight
+    Coupled(net, torch.cat([x, x]))
+    assert Counted.runs == 3 + 1 + 1 + 5

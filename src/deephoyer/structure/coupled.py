@@ -193,10 +193,12 @@ def _followed(model: nn.Module, inputs: Examples, exact: bool) -> tuple[ChannelG
 
 
 def uncalled(model: nn.Module, graph: ChannelGraph) -> list[str]:
-    """Layers that the examples don't reach: auxiliary heads; or experts, of which more examples may reach more."""
-    return [
-        name for name, module in model.named_modules() if kind_of(module) in (LINEAR, CONV) and name not in graph.order
-    ]
+    """Layers that the examples don't reach: auxiliary heads; or experts, of which more examples may reach more.
+
+    A layer whose weight is used without calling it, as in torch's attention, is reached.
+    """
+    used = {*graph.order, *(name.removesuffix(".weight") for name, _ in graph.places)}
+    return [name for name, module in model.named_modules() if kind_of(module) in (LINEAR, CONV) and name not in used]
 
 
 def clean_copy(model: nn.Module) -> nn.Module:

@@ -84,9 +84,9 @@ def answers(model: nn.Module, inputs: Examples, inside: Outputs | None = None) -
     with torch.no_grad(), _full_precision():
         if inside is not None:
             inside.clear()
-            with same_draws(model), listening(model, lambda name, tensor: inside.append((name, tensor.clone()))):
+            with same_draws(model), module_hooks(model, lambda name, tensor: inside.append((name, tensor.clone()))):
                 outputs = outputs_in(call(model, inputs))
-            if not listening_changes(model):
+            if not hooks_change(model):
                 return outputs
         with same_draws(model):
             return outputs_in(call(model, inputs))
@@ -120,9 +120,9 @@ def compare(
     """
     matter = matter or {}
     with torch.no_grad(), _full_precision():
-        beside = Beside(inside or [], small, matter, TOLERANCE.get(rounding, 1.0), MISTAKE)
-        apart = not inside or listening_changes(small)
-        with nullcontext() if apart else listening(small, beside.hear):
+        modules = ModuleComparison(inside or [], small, matter, TOLERANCE.get(rounding, 1.0), MISTAKE)
+        apart = not inside or hooks_change(small)
+        with nullcontext() if apart else module_hooks(small, modules.compare):
             worst = _worst(before, outputs_in(_run(small, inputs)))
         limit = max([TOLERANCE.get(rounding, 0.0), *(tolerance(t) for t in before)])
         if exact and not any(t.numel() for t in before):
@@ -140,10 +140,10 @@ def compare(
                 )
             worst = chosen
         if inside and apart:
-            with listening(small, beside.hear):
+            with module_hooks(small, modules.compare):
                 _run(small, inputs)
-        if beside.first:
-            raise Differs(f"the smaller network gives something else in {beside.first}.", beside.first)
+        if modules.first:
+            raise Differs(f"the smaller network gives something else in {modules.first}.", modules.first)
     return None if all_nan(before) else worst
 
 
@@ -218,10 +218,10 @@ def _where_it_fails(model: nn.Module, inputs: Examples) -> str:
 
 def first_difference(before: Outputs, small: nn.Module, inputs: Examples, matter: Matter) -> str:
     """The first module whose outputs differ; empty where it is none, or the model itself."""
-    beside = Beside(before, small, matter)
-    with listening(small, beside.hear), same_draws(small):
+    modules = ModuleComparison(before, small, matter)
+    with module_hooks(small, modules.compare), same_draws(small):
         call(small, inputs)
-    return beside.first
+    return modules.first
 
 
 def module_outputs(model: nn.Module, inputs: Examples) -> Outputs:
@@ -231,7 +231,7 @@ def module_outputs(model: nn.Module, inputs: Examples) -> Outputs:
     return seen
 
 
-class Beside:
+class ModuleComparison:
     """Compares what each module of a smaller network gives, as it gives it, with what it gave in the larger one.
 
     In the channels that both have, and by more than so many times rounding, or the `limit`, of their own scale.
@@ -249,7 +249,7 @@ class Beside:
         """The first module, in the order of the larger network's calls, that gives something else; empty for none."""
         return min(self._differ, default=(0, ""))[1]
 
-    def hear(self, name: str, other: Tensor) -> None:
+    def compare(self, name: str, other: Tensor) -> None:
         if not self._left.get(name):
             return
         number, tensor = self._left[name].pop()
@@ -263,24 +263,24 @@ class Beside:
 
 
 @contextmanager
-def listening(model: nn.Module, hear: Callable[[str, Tensor], None]) -> Iterator[None]:
-    """Hands what each module gives to `hear`, in the order of the calls."""
-    hooks = []
+def module_hooks(model: nn.Module, receive: Callable[[str, Tensor], None]) -> Iterator[None]:
+    """Calls `receive` with the name and output of each module, in the order of the calls."""
+    handles = []
     for name, module in model.named_modules():
 
-        def heard(module: nn.Module, args: Any, output: Any, name: str = name) -> None:
+        def hook(module: nn.Module, args: Any, output: Any, name: str = name) -> None:
             for tensor in tensors_in(output)[:1]:
                 if not tensor.is_nested:  # padded tokens left out, as torch's encoder does: it has no shape
-                    hear(name, tensor)
+                    receive(name, tensor)
 
-        hooks.append(module.register_forward_hook(heard))
+        handles.append(module.register_forward_hook(hook))
     try:
         yield
     finally:
-        for hook in hooks:
-            hook.remove()
+        for handle in handles:
+            handle.remove()
 
 
-def listening_changes(model: nn.Module) -> bool:
-    """Whether it takes another way while somebody listens: torch's encoder layers leave their fused kernel."""
+def hooks_change(model: nn.Module) -> bool:
+    """Whether a model computes otherwise with hooks on it: torch's encoder layers leave their fused kernel."""
     return any(isinstance(module, nn.TransformerEncoderLayer) for module in model.modules())
