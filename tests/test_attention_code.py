@@ -199,3 +199,24 @@ def test_rows_of_a_table_that_only_longer_texts_read_stay():
     net, small = halved(Table(), numbers(2, TOKENS, WIDTH))
     assert len(small.table) == 32 and small.a.out_features == WIDTH // 2
     assert_same(net, small, numbers(2, 11, WIDTH, seed=1))
+
+
+class ZeroedKeyBias(Attention):
+    """The keys' part of one bias is set to zero on the way (Swin V2)."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x):
+        bias = self.qkv.bias.clone()
+        third = bias.numel() // 3
+        bias[third : 2 * third].zero_()
+        q, k, v = F.linear(x, self.qkv.weight, bias).reshape(*x.shape[:2], 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+        return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def test_heads_go_though_a_part_of_their_bias_is_zeroed_on_the_way():
+    net, small = halved(ZeroedKeyBias(), numbers(2, TOKENS, WIDTH))
+    assert small.o.in_features == WIDTH // 2
+    assert_same(net, small, numbers(3, TOKENS + 3, WIDTH, seed=1))

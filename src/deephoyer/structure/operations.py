@@ -157,7 +157,7 @@ def takes(n: Labels, op: Operation) -> None:
                 n.tie(axis.unflatten(dim, (-1, step)), dim + 1)
             elif alone or not told:
                 n.joined.fix(axis, f"{op.where} takes channels by their position")
-            elif n.is_constant(x) and op.out.numel():
+            elif n.is_constant(x) and x.dim() > 1 and op.out.numel():  # a table; biases are sliced to be changed
                 n.take(x, axis, dim, op.func(torch.arange(x.shape[dim]), 0, *op.args[2:], **op.kwargs), op.where)
         axes.append(op.func(axis, *op.args[1:], **op.kwargs))
     n.set(op.out, axes)
