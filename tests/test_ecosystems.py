@@ -120,6 +120,17 @@ def test_a_compacted_model_comes_back_where_files_and_model_name_tensors_differe
         assert torch.equal(dh.from_pretrained(tmp_path)(**ids()).logits, small(**ids()).logits)
 
 
+def test_a_model_with_torchs_attention_in_it_comes_back(tmp_path):
+    """SigLIP pools with `nn.MultiheadAttention`, which its library initialises while it loads."""
+    pixels = {"pixel_values": torch.randn(2, 3, 16, 16)}
+    model = hugging_face("SiglipVisionModel", **WIDE, image_size=16, patch_size=8)
+    small = halved(model, pixels)
+    assert small.head.attention.num_heads < model.head.attention.num_heads
+    small.save_pretrained(tmp_path)
+    with torch.no_grad():
+        assert torch.equal(dh.from_pretrained(tmp_path)(**pixels).pooler_output, small(**pixels).pooler_output)
+
+
 def test_a_file_that_lacks_a_tensor_or_has_one_too_many_is_refused(tmp_path):
     small = halved(llama(), ids())
     small.save_pretrained(tmp_path)

@@ -17,6 +17,15 @@ class NarrowAttention(nn.MultiheadAttention):
 
     fused: bool
 
+    def _reset_parameters(self) -> None:
+        """As torch's own, which looks at `_qkv_same_embed_dim`; Hugging Face initialises models that it loads."""
+        weights = (self.in_proj_weight,) if self.fused else (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        for weight in weights:
+            nn.init.xavier_uniform_(weight)
+        if self.in_proj_bias is not None:
+            nn.init.zeros_(self.in_proj_bias)
+            nn.init.zeros_(self.out_proj.bias)
+
     def forward(
         self,
         query: Tensor,
