@@ -25,7 +25,7 @@ from configurations with random weights. Made by `python benchmarks/zoo.py --out
   parameters. It does not keep what a network computes.
 
 The first column of numbers says how many of a family's networks on the list (`benchmarks/zoo.txt`) were run. Seconds
-are of one busy core, good for orders of magnitude, and many were measured before the graph became faster.
+are of one busy core, good for orders of magnitude; those of `tv-det` and `yolo` are of a slower graph.
 Torch-Pruning has 30 processor seconds for each network. The family `yolo` was tried by hand: its library is under the
 AGPL, which this project does not install; its convolutions' weights were made 2.5 times larger, so that inputs reach
 the outputs.
