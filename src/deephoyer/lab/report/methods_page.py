@@ -243,9 +243,10 @@ def _flatness(protocol: Protocol, content: dict[str, Any] | None) -> str:
     lines = []
     for method in protocol.methods:
         mean = {value: statistics.fmean(found) for value, found in by_setting(protocol, content, method).items()}
-        if mean:
-            top = max(mean.values())
-            lost = ", ".join(f"{v:g}: {m - top:+.2f}" if m < top else f"**{v:g}**" for v, m in mean.items())
+        best = chosen_setting(protocol, content, method)
+        if best is not None:  # else its search is not finished
+            top = mean[best]
+            lost = ", ".join(f"**{v:g}**" if v == best else f"{v:g}: {m - top:+.2f}" for v, m in mean.items())
             lines.append([method, f"{top:.2f}", lost])
     if not lines:
         return ""
@@ -254,10 +255,15 @@ def _flatness(protocol: Protocol, content: dict[str, Any] | None) -> str:
     return f"{title}\n\n{_grid(titles, lines, words=1)}"
 
 
+def chosen_setting(protocol: Protocol, content: dict[str, Any] | None, method: str) -> float | None:
+    """The setting of a method that was chosen for the middle size."""
+    chosen = (content or {}).get("chosen", [])
+    return next((c["value"] for c in chosen if (c["method"], c["size"]) == (method, protocol.middle)), None)
+
+
 def best_strength(protocol: Protocol, content: dict[str, Any] | None, method: str) -> float | None:
     """The strength of a penalty that was chosen for the middle size."""
-    chosen = (content or {}).get("chosen", []) if protocol.methods[method].penalizes else []
-    return next((c["value"] for c in chosen if (c["method"], c["size"]) == (method, protocol.middle)), None)
+    return chosen_setting(protocol, content, method) if protocol.methods[method].penalizes else None
 
 
 def losses_near_best(protocol: Protocol, content: dict[str, Any] | None, method: str) -> dict[float, list[float]]:
