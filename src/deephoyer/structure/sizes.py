@@ -262,7 +262,7 @@ def learn_sizes(
     Attributes from which something else is computed stay as they are, but for those of the modules that are `updated`.
     """
     rules: set[SizeRule] = set()
-    told: set[SizeRule] = set()
+    by_attribute: set[SizeRule] = set()
     changed = {call: left for call, known in calls.items() if (left := known.expected(dead)) != known.sizes}
     if not changed:
         return rules
@@ -280,18 +280,18 @@ def learn_sizes(
             if isinstance(setting, Setting) and (setting.module in updated or not setting.divides):
                 # Now, since later calls are computed from it.
                 set_size(model.get_submodule(setting.module), setting.name, expected[i])
-                told.add(SizeRule(call, i, (setting.module, setting.name)))
+                by_attribute.add(SizeRule(call, i, (setting.module, setting.name)))
             else:
                 rules.add(SizeRule(call, i))
         return with_sizes(func, args, kwargs, [expected[i] if i in wrong else a for i, a in enumerate(asked)])
 
     while True:  # what was wrong before an attribute was known may have been computed from it
-        known_before, counter = len(told), CallCounter()
+        known_before, counter = len(by_attribute), CallCounter()
         rules.clear()
         with _counted(model, counter), Asking(do), suppress(Exception):  # where it fails is for a comparison to say
             run()
-        if len(told) == known_before:
-            return rules | told
+        if len(by_attribute) == known_before:
+            return rules | by_attribute
 
 
 @contextmanager
