@@ -255,10 +255,10 @@ def test_a_held_out_run_with_teachers_selected_on_test_images_is_not_published(t
 
 def test_the_words_of_a_published_run_lead_to_its_weights(published, tmp_path, monkeypatch):
     made = record.read(published / HS1)
-    path = stored_weights.find_weights(made.digest, 1, published)
+    path = stored_weights.find_stored_weights(made.digest, 1, published)
     assert path == published / "weights" / made.weights.file
-    assert stored_weights.find_weights(made.digest, 7, published) is None
-    assert stored_weights.find_weights("0" * 64, 1, published) is None
+    assert stored_weights.find_stored_weights(made.digest, 7, published) is None
+    assert stored_weights.find_stored_weights("0" * 64, 1, published) is None
     monkeypatch.chdir(published.parent)
     words = str(Command(made.base, made.overrides)).removeprefix("deephoyer run ")
     there = find.network(words, "start")

@@ -210,6 +210,71 @@ def test_a_model_without_trainable_weights_is_told_what_there_is_and_how_it_is_n
         find_weights(net.requires_grad_(False))
 
 
+class Experts(nn.Module):
+    """As mixtures have them: a stack of matrices for each projection; `x @ w` where the stack is transposed."""
+
+    def __init__(self, transposed):
+        super().__init__()
+        self.num_experts, self.hidden_size, self.transposed = 3, 4, transposed
+        up, down = ((4, 10), (10, 4)) if transposed else ((10, 4), (4, 10))
+        self.up, self.down = nn.Parameter(torch.randn(3, *up)), nn.Parameter(torch.randn(3, *down))
+        self.up_bias = nn.Parameter(torch.randn(3, 10))
+
+    def forward(self, x):
+        up, down = (self.up, self.down) if self.transposed else (self.up.mT, self.down.mT)
+        return ((x @ up + self.up_bias[:, None]).relu() @ down).sum(0)
+
+
+class Router(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.num_experts, self.weight = 3, nn.Parameter(torch.randn(3, 4))
+
+    def forward(self, x):
+        return F.linear(x, self.weight)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_stacked_matrices_of_experts_are_weights_each_with_rows_and_columns_of_its_own(transposed):
+    net = nn.ModuleDict({"router": Router(), "experts": Experts(transposed), "head": nn.Linear(4, 2)}).double()
+    assert names(net) == ["router.weight", "experts.up", "experts.down", "head.weight"]
+    assert dh.Regularizer(net).left_out == {"experts.up_bias": "bias or norm", "head.bias": "bias or norm"}
+    up = net.experts.up.mT if transposed else net.experts.up  # outputs before inputs
+    filters = dh.Regularizer(net, groups="filters", parameters="experts.up", penalty="l1", strength=1.0)
+    channels = dh.Regularizer(net, groups="channels", parameters="experts.up", penalty="l1", strength=1.0)
+    torch.testing.assert_close(filters.loss(), up.norm(dim=2).sum())
+    torch.testing.assert_close(channels.loss(), up.norm(dim=1).sum())
+    filters.add_grad_()
+    expected = torch.autograd.grad(up.norm(dim=2).sum(), net.experts.up)[0]
+    torch.testing.assert_close(net.experts.up.grad, expected)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_neurons_of_each_expert_are_counted_by_themselves(transposed):
+    net = Experts(transposed)
+    with torch.no_grad():
+        (net.up.mT if transposed else net.up)[0, :4] = 0
+    row = next(row for row in dh.summary(net, torch.randn(5, 4)).rows if row.name == "up")
+    assert (row.live_filters, row.filters, row.channels, row.nonzeros) == (26, 30, 12, 120 - 16)
+
+
+@pytest.mark.parametrize(
+    ("name", "outputs"), [("Mixtral", 1), ("Qwen3Moe", 1), ("GptOss", 2), ("Llama4Text", 2), ("JetMoe", 1)]
+)
+def test_experts_of_hugging_face_models_are_weights(name, outputs):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 1, "head_dim": 8}
+    several = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts": 4}
+    more = {"moe_intermediate_size": 24, "intermediate_size_mlp": 24, "kv_channels": 8}
+    if name == "JetMoe":
+        del several["num_attention_heads"]
+    config = getattr(transformers, f"{name}Config")(**sizes, **several, **more)
+    model = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")(config)
+    assert "of unknown use" not in dh.Regularizer(model).left_out.values()
+    stacks = [w for w in find_weights(model) if w.tensor.dim() == 3]
+    assert stacks and {w.out_dim for w in stacks} == {outputs} and {w.tensor.shape[0] for w in stacks} == {4}
+
+
 def test_what_is_left_out_is_named_with_what_it_is():
     net = Net()
     net.token = nn.Parameter(torch.randn(1, 4))

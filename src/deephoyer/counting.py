@@ -161,7 +161,9 @@ def _row(modules: Mapping[str, nn.Module], of: Weight, macs: int | None) -> Laye
 
 
 def _by_group(nonzero: Tensor, of: Weight) -> Tensor:
-    """(groups, filters, channels): whether a filter reads a channel at all."""
+    """(groups, filters, channels): whether a filter reads a channel at all; a stack's matrices are its groups."""
+    if of.stacked:
+        return nonzero if of.out_dim == 1 else nonzero.transpose(1, 2)
     pairs = nonzero.flatten(2).any(2) if nonzero.dim() > 2 else nonzero
     split = pairs.reshape(of.groups, pairs.shape[0] // of.groups, pairs.shape[1])
     return split if of.out_dim == 0 else split.transpose(1, 2)

@@ -72,6 +72,13 @@ class Slices:
     group: Tensor | None = None
 
     @classmethod
+    def of(cls, weight: Weight, dim: int) -> Slices:
+        """A weight's slices along a dimension; one for each matrix and index where matrices are stacked."""
+        if weight.stacked:
+            return cls(weight.name, weight.tensor, tuple(weight.tensor.shape), (0, dim))
+        return cls.along(weight.name, weight.tensor, dim, weight.groups)
+
+    @classmethod
     def along(cls, name: str, tensor: Tensor, dim: int, conv_groups: int = 1, group: Tensor | None = None) -> Slices:
         """Slices along a dimension; along dimension 1 of a grouped convolution, one for each group and index."""
         shape = tuple(tensor.shape)
@@ -213,7 +220,7 @@ class Filters(Grouping):
                 raise UserError(
                     f"filters: {w.name} is a single number and has no outputs; leave it out of parameters=."
                 )
-        return [SliceUnit(w.name, [Slices.along(w.name, w.tensor, w.out_dim, w.groups)]) for w in weights]
+        return [SliceUnit(w.name, [Slices.of(w, w.out_dim)]) for w in weights]
 
 
 class Channels(Grouping):
@@ -225,7 +232,7 @@ class Channels(Grouping):
         for w in weights:
             if w.tensor.dim() < 2:
                 raise UserError(f"channels: {w.name} has no dimension of inputs; leave it out of parameters=.")
-        return [SliceUnit(w.name, [Slices.along(w.name, w.tensor, w.in_dim, w.groups)]) for w in weights]
+        return [SliceUnit(w.name, [Slices.of(w, w.in_dim)]) for w in weights]
 
 
 class IndexGroups(Grouping):

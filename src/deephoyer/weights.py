@@ -29,7 +29,7 @@ WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module."
 class Weight:
     """A parameter with its place: which dimension is its outputs, which its inputs.
 
-    Dimension 0 is whole, dimension 1 is cut by convolution groups.
+    Dimension 0 is whole, dimension 1 is cut by convolution groups. If neither is dimension 0, it numbers the matrices.
     """
 
     name: str
@@ -38,13 +38,19 @@ class Weight:
     in_dim: int = 1
     groups: int = 1
 
+    @property
+    def stacked(self) -> bool:
+        """Whether it is one matrix per expert of a mixture, each with outputs and inputs of its own."""
+        return 0 not in (self.out_dim, self.in_dim)
+
 
 def find_weights(model: nn.Module, parameters: str | Iterable[str] | None = None, frozen: bool = False) -> list[Weight]:
     """The parameters that match the glob patterns `parameters`, each once however often it is tied.
 
     By default what inputs are multiplied by: weights of linear, convolution and recurrent layers, projections of
-    attention, Hugging Face's `Conv1D`; no biases, norms or embeddings (`left_out` names them). A model without any such
-    layer has every matrix of its own taken, dimension 0 for its outputs. A pattern that starts with `!` takes out what
+    attention, Hugging Face's `Conv1D`, the stacked matrices of a mixture of experts; no biases, norms or embeddings
+    (`left_out` names them). A model without any such layer has every matrix of its own taken, dimension 0 for its
+    outputs. A pattern that starts with `!` takes out what
     earlier ones took in, or of the default if there are only such.
     Frozen parameters are left alone unless `frozen` is true; empty ones always are.
 
@@ -131,15 +137,16 @@ def left_out(model: nn.Module, covered: Iterable[str]) -> dict[str, str]:
         elif name in default:
             found[name] = "in no group" if tensor.requires_grad else "frozen"
         else:
-            found[name] = _use(owner, tensor)
+            found[name] = _use(name, owner, tensor)
     return found
 
 
-def _use(owner: type[nn.Module], tensor: Tensor) -> str:
-    """What a parameter that is no known layer's weight is likely to be, by the class of its module."""
+def _use(name: str, owner: type[nn.Module], tensor: Tensor) -> str:
+    """What a parameter that is no known layer's weight is likely to be, by its name and the class of its module."""
     if issubclass(owner, (nn.Embedding, nn.EmbeddingBag)):
         return "embedding"
-    return "bias or norm" if tensor.dim() < 2 or "Norm" in owner.__name__ else UNKNOWN_USE
+    small = tensor.dim() < 2 or "Norm" in owner.__name__ or name.endswith("bias")
+    return "bias or norm" if small else UNKNOWN_USE
 
 
 def told(left: Mapping[str, str]) -> str:
@@ -247,7 +254,7 @@ def _matrices(model: nn.Module) -> dict[str, tuple[Tensor, tuple[int, int, int]]
     return {
         name: (tensor, (0, 1, 1))
         for name, tensor in named_parameters(model)
-        if not is_lazy(tensor) and _use(owners.get(name.rpartition(".")[0], nn.Module), tensor) == UNKNOWN_USE
+        if not is_lazy(tensor) and _use(name, owners.get(name.rpartition(".")[0], nn.Module), tensor) == UNKNOWN_USE
     }
 
 
@@ -264,7 +271,30 @@ def _places(module: nn.Module) -> dict[str, tuple[int, int, int]]:
         return dict.fromkeys(("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"), plain)
     if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
         return {name: plain for name in module._parameters if name.startswith("weight_")}
-    return _by_its_sizes(module)
+    return _of_experts(module) or _by_its_sizes(module)
+
+
+def _of_experts(module: nn.Module) -> dict[str, tuple[int, int, int]]:
+    """A mixture's stacked matrices, one per expert, and the matrix of its router.
+
+    Such a module says how many experts there are. Which side is which: Hugging Face's `is_transposed`, or the first
+    matrix reads the width that the module calls hidden.
+    """
+    counts = {n for key, n in vars(module).items() if "expert" in key and type(n) is int and n > 1}
+    stacks = {n: p for n, p in _matrices_of(module) if p.dim() == 3 and p.shape[0] in counts}
+    if not stacks:
+        router = dict(_matrices_of(module)).get("weight")
+        return {"weight": (0, 1, 1)} if router is not None and router.dim() == 2 and router.shape[0] in counts else {}
+    hidden = {getattr(module, key, None) for key in ("hidden_size", "hidden_dim", "input_size")}
+    _, rows, columns = next(iter(stacks.values())).shape
+    transposed = getattr(module, "is_transposed", rows in hidden and columns not in hidden)
+    return dict.fromkeys(stacks, (2, 1, 1) if transposed else (1, 2, 1))
+
+
+def _matrices_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in module._parameters.items():
+        if tensor is not None and not is_lazy(tensor) and _use(name, type(module), tensor) == UNKNOWN_USE:
+            yield name, tensor
 
 
 def _by_its_sizes(module: nn.Module) -> dict[str, tuple[int, int, int]]:

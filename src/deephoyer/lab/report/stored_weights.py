@@ -27,7 +27,7 @@ def store(content: bytes, results: Path) -> tuple[str, str]:
     return place.name, digest
 
 
-def find_weights(digest: str, seed: int, results: Path = RESULTS) -> Path | None:
+def find_stored_weights(digest: str, seed: int, results: Path = RESULTS) -> Path | None:
     """The stored network of the published run with this recipe (`Recipe.digest()`) and seed; None where there is none.
 
     Only the few words that are asked about are read of each record, so that a damaged one stands in nobody's way.

@@ -62,11 +62,11 @@ def network(named: str | Teacher, key: str) -> Network:
         return _in_file(named.file, key, named.model)
     if is_file(named):
         return _in_file(named, key, None)
-    from deephoyer.lab.report.stored_weights import find_weights  # reports import runs, so not above
+    from deephoyer.lab.report.stored_weights import find_stored_weights  # reports import runs, so not above
 
     command = Command.parse(named)
     recipe = command.read()
-    path = find_weights(recipe.digest(), recipe.seed, RESULTS) or _find_run(recipe, key, command)
+    path = find_stored_weights(recipe.digest(), recipe.seed, RESULTS) or _find_run(recipe, key, command)
     if path is None:
         raise NetworkMissing(key, command)
     return Network(path, recipe.model, recipe.epoch_selection)
