@@ -43,6 +43,15 @@ def device_of(backend):
     return "cuda" if backend == "triton" and not INTERPRETED else "cpu"
 
 
+class Experts(nn.Module):
+    """Stacked matrices, one for each expert of a mixture."""
+
+    def __init__(self, experts, inputs, outputs, is_transposed):
+        super().__init__()
+        self.num_experts, self.is_transposed = experts, is_transposed
+        self.stack = nn.Parameter(torch.empty(experts, *((inputs, outputs) if is_transposed else (outputs, inputs))))
+
+
 @st.composite
 def networks(draw):
     """Layers of all kinds with weights from 1e-6 to 1e6, some exactly 0, down to a single weight or none alive."""
@@ -51,7 +60,7 @@ def networks(draw):
     groups, inputs, outputs, kernel = (draw(st.integers(1, 3)) for _ in range(4))
     for conv in (nn.Conv2d, nn.ConvTranspose2d):
         layers.append(conv(groups * inputs, groups * outputs, kernel, groups=groups, bias=False))
-    model = nn.Sequential(*layers)
+    model = nn.Sequential(*layers, Experts(*(draw(st.integers(2, 4)) for _ in range(3)), draw(st.booleans())))
     for p in model.parameters():
         w = torch.randn(p.shape, generator=random) * 10.0 ** draw(st.floats(-6, 6))
         w[torch.rand(p.shape, generator=random) < draw(st.sampled_from([0.0, 0.5, 1.0]))] = 0

@@ -72,8 +72,13 @@ class Matrix:
         return self.rows // self.groups
 
 
-def matrix(tensor: Tensor, groups: int = 1) -> Matrix | None:
-    """The tensor as a matrix, or None if its storage order doesn't allow it."""
+def matrix(tensor: Tensor, groups: int = 1, stacked: bool = False) -> Matrix | None:
+    """The tensor as a matrix, or None if its storage order doesn't allow it.
+
+    Matrices that are `stacked` along dimension 0 lie below one another, each a group.
+    """
+    if stacked:
+        return matrix(tensor.flatten(0, 1), groups) if tensor.is_contiguous() else None
     rows = tensor.shape[0] if tensor.dim() else 1
     channels = tensor.shape[1] if tensor.dim() > 1 else 1
     rest = tensor.numel() // max(rows * channels, 1)

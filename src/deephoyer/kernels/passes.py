@@ -18,7 +18,7 @@ from torch import Tensor
 from deephoyer.groups import ElementUnit, SliceUnit
 from deephoyer.kernels.layout import Matrix, Pairs, matrix, pairs_of, walks_alike
 from deephoyer.kernels.plain import Plain
-from deephoyer.kernels.slices import Face, SlicePlan, face_dim
+from deephoyer.kernels.slices import Face, Side, SlicePlan, side_of
 from deephoyer.penalties import Penalty
 from deephoyer.sharded import Reduction, offsets, same_cut
 from deephoyer.terms import Term
@@ -136,11 +136,11 @@ class Passes:
         fits = [self._fits(*pair, tensor) for pair, tensor in zip(pairs, self.tensors, strict=True)]
         by_device: dict[torch.device, list[Term]] = {}
         rest: list[Term] = []
-        split_by: dict[int, int] = {}
+        seen: dict[tuple[int, int], Side] = {}
         for term in self.terms:
             places = [number[id(t)] for t in term.unit.tensors]
             devices = {pairs[i][0].device for i in places}
-            fast = len(devices) == 1 and all(fits[i] for i in places) and self._knows(term, pairs, places, split_by)
+            fast = len(devices) == 1 and all(fits[i] for i in places) and self._knows(term, pairs, places, seen)
             (by_device.setdefault(devices.pop(), []) if fast else rest).append(term)
         for penalty in {type(t.penalty): t.penalty for t in rest if type(t.unit) is ElementUnit}.values():
             if not self.takes(penalty, element_wise=True):
@@ -158,20 +158,20 @@ class Passes:
         whole = tensor if tensor.grad is None else tensor.grad
         return grad is None or (same_cut(tensor, whole) and walks_alike(weight, grad))
 
-    def _knows(self, term: Term, pairs: Pairs, places: list[int], split_by: dict[int, int]) -> bool:
+    def _knows(self, term: Term, pairs: Pairs, places: list[int], seen: dict[tuple[int, int], Side]) -> bool:
         unit = term.unit
         if type(unit) is ElementUnit:
             return self.takes(term.penalty, element_wise=True) and pairs[places[0]][1] is not None
         if not isinstance(unit, SliceUnit) or not self.takes(term.penalty, element_wise=False):
             return False
         for part, at in zip(unit.parts, places, strict=True):
-            face = face_dim(part)
-            if face is None or matrix(pairs[at][0]) is None:
+            side = side_of(part)
+            if side is None or matrix(pairs[at][0], side.groups, side.stacked) is None:
                 return False
-            dim, conv_groups = face
-            if conv_groups > 1 and pairs[at][0] is not part.tensor:  # a shard may cut through a group
+            if side.groups > 1 and pairs[at][0] is not part.tensor:  # a shard may cut through a group
                 return False
-            if dim == 1 and split_by.setdefault(at, conv_groups) != conv_groups:
+            other = seen.get((at, 1 - side.dim), side)
+            if seen.setdefault((at, side.dim), side) != side or other.stacked != side.stacked:
                 return False
         return True
 
@@ -197,11 +197,11 @@ def _pieces(faces: list[Face], pairs: Pairs, number: dict[int, int]) -> list[Pie
         by_tensor.setdefault(number[id(face.tensor)], []).append(face)
     pieces = []
     for at, along in by_tensor.items():
-        shape = matrix(pairs[at][0], max(f.conv_groups for f in along))
+        shape = matrix(pairs[at][0], max(f.side.groups for f in along), along[0].side.stacked)
         assert shape is not None
         first = {0: -1, 1: -1}
         for face in along:
-            first[face.dim] = face.first + offsets(face.tensor)[face.dim]
+            first[face.side.dim] = face.first + offsets(face.tensor)[face.side.dim]
         pieces.append(Piece(at, shape, first[0], first[1]))
     return pieces
 

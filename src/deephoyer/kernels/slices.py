@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,18 +25,31 @@ class Face:
     """All slices of a tensor along a dimension; the first of them has the number `first`."""
 
     tensor: Tensor
-    dim: int
-    conv_groups: int
+    side: Side
     first: int
     count: int
 
 
-def face_dim(part: Slices) -> tuple[int, int] | None:
-    """The dimension (0 or 1) and the convolution groups a part is sliced by; None if it is neither."""
-    if part.keep in ((0,), (1,)) and part.shape == tuple(part.tensor.shape):
-        return part.keep[0], 1
+class Side(NamedTuple):
+    """The dimension (0: rows, 1: columns) of a matrix that is sliced, and the groups that its columns are cut by.
+
+    The groups are those of a convolution, or the matrices that a tensor has `stacked` along its dimension 0.
+    """
+
+    dim: int
+    groups: int = 1
+    stacked: bool = False
+
+
+def side_of(part: Slices) -> Side | None:
+    """How a part slices its tensor; None where no kernel does."""
+    whole = part.shape == tuple(part.tensor.shape)
+    if part.keep in ((0,), (1,)) and whole:
+        return Side(part.keep[0])
+    if part.keep in ((0, 1), (0, 2)) and whole and len(part.shape) == 3:
+        return Side(part.keep[1] - 1, part.shape[0], stacked=True)
     if part.keep == (0, 2) and len(part.shape) == part.tensor.dim() + 1:
-        return 1, part.shape[0]
+        return Side(1, part.shape[0])
     return None
 
 
@@ -44,7 +58,7 @@ class SlicePlan:
 
     def __init__(self, terms: Sequence[Term], device: torch.device, dtype: torch.dtype):
         self.terms, self.dtype = list(terms), dtype
-        self.faces: dict[tuple[int, int, int], Face] = {}
+        self.faces: dict[tuple[int, Side], Face] = {}
         self.slices = self.groups = 0
         self.lengths: list[int] = []
         pairs = [self._number(term.unit) for term in terms]
@@ -71,10 +85,11 @@ class SlicePlan:
         return torch.cat(groups), torch.cat(numbers)
 
     def _face(self, part: Slices) -> Face:
-        dim, conv_groups = face_dim(part) or (0, 1)
-        key = (id(part.tensor), dim, conv_groups)
+        side = side_of(part)
+        assert side is not None
+        key = (id(part.tensor), side)
         if key not in self.faces:
-            self.faces[key] = Face(part.tensor, dim, conv_groups, self.slices, part.count)
+            self.faces[key] = Face(part.tensor, side, self.slices, part.count)
             self.slices += part.count
         return self.faces[key]
 

@@ -28,7 +28,7 @@ from deephoyer.structure.inputs import one_sample, tensors_in
 from deephoyer.structure.layers import CONV, LINEAR, filled, kind_of
 from deephoyer.structure.remove import alive_outputs, homes_of, remove, replace_tensor, spare_last, tensor_of, zero
 from deephoyer.structure.sizes import Setting, SizeRule, apply_sizes, learn_sizes
-from deephoyer.weights import CONVOLUTIONS, LAYERS, TRANSPOSED, Weight, with_values
+from deephoyer.weights import CONVOLUTIONS, TRANSPOSED, Weight, all_weights, with_values
 
 
 class Coupled(Grouping):
@@ -48,6 +48,7 @@ class Coupled(Grouping):
         self.model, self.exact = with_values(model), true_or_false(exact, "coupled: exact")
         self.graph = proven(self.model, example_inputs, self.exact)
         self._wired = self.graph.wired()
+        self._stacked = {weight.name for weight in all_weights(self.model) if weight.stacked}
 
     def _meant(self, one: ChannelSet) -> bool:
         """Whether a set of channels is of this kind of group."""
@@ -66,7 +67,7 @@ class Coupled(Grouping):
         """
         meant = {id(weight.tensor) for weight in weights}
         # A channel that runs through a layer which is to be left alone must stay.
-        others = {id(m.weight) for m in self.model.modules() if isinstance(m, LAYERS)} - meant if meant else set()
+        others = {id(weight.tensor) for weight in all_weights(self.model)} - meant if meant else set()
         named = dict(self.model.named_parameters(remove_duplicate=False))
         units: list[Unit] = []
         frozen = 0.0
@@ -111,7 +112,11 @@ class Coupled(Grouping):
         name, dim = place
         if name not in named or place in self.graph.directions:
             return []  # a buffer, or a shortcut without weights; or what needs not be zero
-        return [Slices.along(name, named[name], dim, 1, bins.to(named[name].device))]
+        tensor = named[name]
+        bins = bins.to(tensor.device)
+        if dim > 0 and name in self._stacked:
+            return [Slices(name, tensor, tuple(tensor.shape), (0, dim), bins.repeat(tensor.shape[0]))]
+        return [Slices.along(name, tensor, dim, 1, bins)]
 
 
 class Heads(Coupled):
