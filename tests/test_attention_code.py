@@ -69,6 +69,95 @@ def test_heads_go_where_code_multiplies_their_number_by_the_batch_and_takes_one_
     assert_same(net, small, x, numbers(3, 1, 9, 9, seed=2))
 
 
+class Unnamed(nn.Module):
+    """Attention as tutorials write it: no attribute is called a head, and a head is wider than there are heads."""
+
+    def __init__(self):
+        super().__init__()
+        self.h, self.d_k = 2, WIDTH // 2
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x):
+        b, n, _ = x.shape
+        q, k, v = (layer(x).view(b, n, self.h, self.d_k).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        y = (q @ k.transpose(-2, -1) / self.d_k**0.5).softmax(-1) @ v
+        return self.o(y.transpose(1, 2).contiguous().view(b, n, self.h * self.d_k))
+
+
+class Fused(Unnamed):
+    def forward(self, x):
+        q, k, v = (layer(x).unflatten(2, (self.h, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Written(Unnamed):
+    def forward(self, x):
+        q, k, v = (layer(x).view(len(x), -1, 2, 8) for layer in (self.q, self.k, self.v))
+        scores = torch.einsum("bthd,bshd->bhts", q, k).softmax(-1)
+        return self.o(torch.einsum("bhts,bshd->bthd", scores, v).reshape(len(x), -1, WIDTH))
+
+
+class FoldedIntoBatch(Unnamed):
+    """(tokens, batch × heads, width of a head), as fairseq has it."""
+
+    def forward(self, x):
+        x = x.transpose(0, 1)
+        n, b, _ = x.shape
+        q, k, v = (layer(x).view(n, b * self.h, self.d_k).transpose(0, 1) for layer in (self.q, self.k, self.v))
+        y = torch.bmm(torch.bmm(q, k.transpose(1, 2)).softmax(-1), v)
+        return self.o(y.transpose(0, 1).reshape(n, b, WIDTH)).transpose(0, 1)
+
+
+class CrossCovariance(Unnamed):
+    """Channels attend to channels of the same head (XCiT)."""
+
+    def forward(self, x):
+        b, n, _ = x.shape
+        q, k, v = (layer(x).view(b, n, self.h, self.d_k).permute(0, 2, 3, 1) for layer in (self.q, self.k, self.v))
+        y = (q @ k.transpose(-2, -1)).softmax(-1) @ v
+        return self.o(y.permute(0, 3, 1, 2).reshape(b, n, WIDTH))
+
+
+class LinearAttention(Unnamed):
+    def forward(self, x):
+        b, n, _ = x.shape
+        q, k, v = (layer(x).view(b, n, self.h, self.d_k).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        q, k = q.softmax(-1), k.softmax(-2)
+        return self.o((q @ (k.transpose(-2, -1) @ v)).transpose(1, 2).reshape(b, n, self.h * self.d_k))
+
+
+@pytest.mark.parametrize("kind", [Unnamed, Fused, Written, FoldedIntoBatch, CrossCovariance, LinearAttention])
+def test_whole_heads_go_though_nothing_is_called_a_head(kind):
+    net = kind().double().eval()
+    x = numbers(2, TOKENS, WIDTH)
+    heads = dh.Heads(net, x)
+    assert [unit.count for unit in heads.units([])] == [2]
+    dh.prune(net, dh.Density(0.5), groups=heads)
+    small = dh.compact(net, x, groups=heads)
+    assert all(layer.out_features == WIDTH // 2 for layer in (small.q, small.k, small.v))
+    assert_same(net, small, numbers(3, 9, WIDTH, seed=1))
+
+
+class OneKey(Attention):
+    """One key and one value for all heads, of layers of their own: heads lie beside channels that all of them share."""
+
+    def __init__(self):
+        super().__init__()
+        self.k, self.v = nn.Linear(WIDTH, self.per), nn.Linear(WIDTH, self.per)
+
+    def forward(self, x):
+        b, n, _ = x.shape
+        q, k, v = self.split(self.q(x)), self.k(x)[:, None], self.v(x)[:, None]
+        y = (q @ k.transpose(-2, -1)).softmax(-1) @ v
+        return self.o(y.transpose(1, 2).reshape(b, n, -1))
+
+
+def test_heads_go_where_all_of_them_have_one_key_and_one_value():
+    net, small = halved(OneKey(), numbers(2, TOKENS, WIDTH))
+    assert small.q.out_features == small.o.in_features == WIDTH // 2 and small.v.out_features == net.per
+    assert_same(net, small, numbers(3, 9, WIDTH, seed=1))
+
+
 class MultiQuery(Attention):
     """One key and one value for all heads, behind the queries in one layer (Falcon)."""
 

@@ -327,12 +327,19 @@ def test_a_value_taken_out_of_given_whole_numbers_by_a_list_decides_nothing():
     assert len(dh.Coupled(Net().eval(), torch.tensor([[1, 2, 3], [4, 5, 6]])).units()) == 2
 
 
-def test_an_outer_product_keeps_the_channels_of_both():
-    net = Net(
-        lambda net, x: net.o((net.a(x)[:, :, None] * net.b(x)[:, None, :]).flatten(1)),
-        **linears(a=(8, 4), b=(8, 6), o=(24, 2)),
+def test_an_outer_product_loses_channels_of_one_side_and_keeps_the_other():
+    net, x = (
+        Net(
+            lambda net, x: net.o((net.a(x)[:, :, None] * net.b(x)[:, None, :]).flatten(1)),
+            **linears(a=(8, 4), b=(8, 6), o=(24, 2)),
+        ),
+        numbers(4, 8),
     )
-    assert all(s.reason for s in dh.Coupled(net, numbers(4, 8)).sets)
+    groups = dh.Coupled(net, x)
+    dh.prune(net, dh.Density(0.5), groups)
+    small = dh.compact(net, x, groups=groups)
+    assert (small.a.out_features, small.b.out_features, small.o.in_features) == (4, 3, 12)
+    assert largest_gap(net(x), small(x)) < 1e-12
 
 
 def test_layers_that_share_a_bias_lose_the_same_outputs():

@@ -19,8 +19,11 @@ from deephoyer.structure.channels import Blocks, Joined, Place
 class Labels:
     """Tensors and their axes; the network's own tensors get theirs when they are first met."""
 
-    def __init__(self, model: nn.Module, exact: bool = True) -> None:
+    def __init__(self, model: nn.Module, exact: bool = True, turned: frozenset[int] = frozenset()) -> None:
         self.exact = exact
+        self.turned = turned  # the numbers of views whose longest dimension stays, and another shrinks
+        self._guesses: dict[int, Tensor] = {}
+        self._beside_heads: list[Tensor] = []
         self.rounding = torch.float64
         self.layer_norms: dict[str, Tensor] = {}
         self.joined = Joined()
@@ -180,6 +183,22 @@ class Labels:
         """Notes the places along a dimension that a slice of the network's own numbers takes."""
         new = (tensor, axis, torch.zeros(tensor.shape[dim], dtype=torch.bool), where)
         self._parts.setdefault((id(tensor), dim), new)[2][part] = True
+
+    def guess(self, view: int, axis: Tensor) -> None:
+        """Notes the channels that a view is taken to leave free, where nothing is called heads."""
+        self._guesses[view] = axis
+
+    def beside_heads(self, axes: list[Tensor]) -> None:
+        """Notes channels that lie beside heads: each head has some of them."""
+        self._beside_heads += axes
+
+    def wrong_guesses(self) -> frozenset[int]:
+        """The views that left channels free which proved to be fixed, or to lie within heads: others could be free."""
+        found = [self.joined.find(axis).flatten() for axis in self._beside_heads]
+        fixed = [root for root, why in self.joined.reasons().items() if not why.startswith("network")]
+        bound = torch.unique(torch.cat([torch.tensor(fixed, dtype=torch.long), *found]))
+        its = {view: self.joined.find(axis).flatten() for view, axis in self._guesses.items()}
+        return frozenset(view for view, roots in its.items() if torch.isin(roots, bound).all())
 
     def finish(self) -> None:
         """Rows of a table that no slice took may be wanted for other inputs, a longer text: none goes."""

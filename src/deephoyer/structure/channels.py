@@ -163,6 +163,12 @@ class ChannelGraph:
             count=len(known),
         )
 
+    def free(self) -> int:
+        """How many rows and columns of the network's tensors may go."""
+        stays = torch.zeros(self.count, dtype=torch.bool)
+        stays[list(self.fixed)] = True
+        return sum(int((~stays[channels]).sum()) for channels in self.places.values())
+
     def sets(self) -> list[ChannelSet]:
         """The channels by where they lie, in the order of the network; fixed ones in sets of their own."""
         where: list[list[Place]] = [[]]

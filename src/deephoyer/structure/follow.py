@@ -51,7 +51,22 @@ def follow(model: nn.Module, inputs: Examples, exact: bool = True) -> tuple[Chan
     if (given := tensors_in(inputs)) and not any(t.numel() for t in given):
         raise UserError("example inputs: there is no number in them, so nothing could be compared; give one example.")
     mark_settings(model)
-    follower = Follower(model, exact)
+    turned: frozenset[int] = frozenset()
+    best: tuple[ChannelGraph, list[Tensor]] | None = None
+    while True:  # as a rule once, and twice more where heads are not called so: for queries and keys, then for values
+        graph, outputs, wrong = _followed(model, inputs, given, exact, turned)
+        if best is None or graph.free() > best[0].free():
+            best = graph, outputs
+        if not wrong:
+            return best
+        turned |= wrong
+
+
+def _followed(
+    model: nn.Module, inputs: Examples, given: list[Tensor], exact: bool, turned: frozenset[int]
+) -> tuple[ChannelGraph, list[Tensor], frozenset[int]]:
+    """The graph, the outputs, and the views of which it took the wrong dimension for channels."""
+    follower = Follower(model, exact, turned)
     for tensor in given:
         if not tensor.is_floating_point() and not tensor.is_complex():
             follower.n.set_discrete(tensor)
@@ -75,15 +90,16 @@ def follow(model: nn.Module, inputs: Examples, exact: bool = True) -> tuple[Chan
             "outputs may be tensors in tuples, lists, dicts and data classes."
         )
     follower.n.fix(tensors, "network output")
-    return follower.graph(), tensors
+    return follower.graph(), tensors, follower.n.wrong_guesses()
 
 
 class Follower(TorchDispatchMode):
     """Sees every operation, and knows in which module it happens."""
 
-    def __init__(self, model: nn.Module, exact: bool) -> None:
+    def __init__(self, model: nn.Module, exact: bool, turned: frozenset[int]) -> None:
         super().__init__()
-        self.n = Labels(model, exact)
+        self.n = Labels(model, exact, turned)
+        self._operations = 0
         self._seen: dict[str, list[Tensor]] = {}
         self._order: dict[str, None] = {}
         self._stack: list[str] = []
@@ -246,7 +262,8 @@ class Follower(TorchDispatchMode):
         self._note_branches(func, args)
         module = self._stack[-1] if self._stack else ""
         op = Operation(func, args, kwargs, func(*args, **kwargs), self.where(), lambda size: self._heads(module, size))
-        op.asked, op.opened = self._asked, opened(self._modules[module])
+        self._operations += 1
+        op.asked, op.opened, op.number = self._asked, opened(self._modules[module]), self._operations
         self._account(op)
         self._note(module, op)
         return op.out

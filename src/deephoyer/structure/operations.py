@@ -23,7 +23,8 @@ from deephoyer.structure.sizes import Computed, Setting, counts_heads
 class Operation:
     """One call of an ATen function: `where` names the module it happened in, `asked` the sizes that its code gave.
 
-    `opened` says that the module is torch's attention, whose code is replaced when heads go.
+    Calls have a `number` in the order in which they are made. `opened` says that the module is torch's attention, whose
+    code is replaced when heads go.
     """
 
     func: Any
@@ -33,6 +34,7 @@ class Operation:
     where: str
     counts_heads: Callable[[int], bool] = lambda size: False
     asked: Sequence[int] = ()
+    number: int = 0
     opened: bool = False
     given: list[Tensor] = field(default_factory=list)
     outs: list[Tensor] = field(default_factory=list)
@@ -203,13 +205,31 @@ def views(n: Labels, op: Operation) -> None:
         for _, behind in parts:
             axis = _one_shrinks(n, op, axis, behind)
         axes.append(axis)
+    for before, behind in parts:
+        if len(before) > 1:
+            axes = _one_kind_along(n, op, axes, behind)
     n.set(op.out, axes)
+
+
+def _one_kind_along(n: Labels, op: Operation, axes: list[Tensor], dims: list[int]) -> list[Tensor]:
+    """Of two kinds of channels that come to lie along one dimension, heads and what is the same in each, one stays."""
+    lying = [axis for axis in axes if any(n.varies(axis, d) for d in dims)]
+
+    def worth(axis: Tensor) -> tuple[bool, int]:
+        count = len(torch.unique(n.joined.find(axis)))
+        return op.counts_heads(count), count
+
+    stay = [axis for axis in lying if axis is not max(lying, key=worth)]
+    for axis in stay:
+        n.joined.fix(axis, f"{op.where} lays them beside others along one dimension")
+    return [axis for axis in axes if not any(axis is its for its in stay)]
 
 
 def _one_shrinks(n: Labels, op: Operation, axis: Tensor, dims: list[int]) -> Tensor:
     """Ties what lies along all but one of the dimensions that a dimension was taken apart into.
 
-    Where heads are counted, whole heads go; else what the code leaves open (−1); else the longest.
+    Where heads are counted, whole heads go; else what the code leaves open (−1); else the longest. Where that has proved
+    to be fixed, it is the next longest.
     """
     varying = [d for d in dims if n.varies(axis, d)]
     if len(varying) < 2:
@@ -218,11 +238,13 @@ def _one_shrinks(n: Labels, op: Operation, axis: Tensor, dims: list[int]) -> Ten
     named = [d for d in varying if isinstance(size := asked[d], Setting | Computed) and counts_heads(size.name)]
     heads = named or [d for d in varying if op.counts_heads(axis.shape[d])]
     left_open = [d for d in varying if asked[d] == -1]
-    longest = max(varying, key=lambda d: (axis.shape[d], d))
-    shrinks = (heads or left_open or [longest])[0]
+    by_length = sorted(varying, key=lambda d: (-axis.shape[d], -d))
+    shrinks = (heads or (by_length[1:] if op.number in n.turned else left_open) or by_length)[0]
     for d in varying:
         if d != shrinks:
             axis = n.tie(axis, d)
+    if not heads and op.number not in n.turned:
+        n.guess(op.number, axis)
     return axis
 
 
@@ -289,7 +311,7 @@ def joins_on(n: Labels, op: Operation) -> None:
     dim %= tensors[0].dim()
     lying = [n.along(t, dim) for t in tensors]
     if not any(lying):
-        rest = [([1 if d == dim else s for d, s in enumerate(_unexpanded(t))], n.of(t)) for t in tensors]
+        rest = [([1 if d == dim else s for d, s in enumerate(unexpanded(t))], n.of(t)) for t in tensors]
         n.set(op.out, meet(n, [(s, [_short(n, a, dim) for a in axes]) for s, axes in rest], op.where))
         return
     rows, others = [], []
@@ -306,7 +328,7 @@ def joins_on(n: Labels, op: Operation) -> None:
         rows.append(row)
         mine = [a for a in n.of(tensor) if not n.varies(a, dim)]
         others.append(
-            ([1 if d == dim else s for d, s in enumerate(_unexpanded(tensor))], [_short(n, a, dim) for a in mine])
+            ([1 if d == dim else s for d, s in enumerate(unexpanded(tensor))], [_short(n, a, dim) for a in mine])
         )
     row = torch.cat(rows).view([-1 if d == dim else 1 for d in range(tensors[0].dim())])
     n.set(op.out, [row, *meet(n, others, op.where)])
@@ -377,10 +399,10 @@ def _write_into_part(n: Labels, op: Operation, part: Tensor, axes: list[Tensor])
 def _fixed_sizes(n: Labels, tensor: Tensor) -> list[int]:
     """Its sizes, 1 where they follow others', as a trial shows: where it was expanded, or all if it is new."""
     new = n.is_new(tensor) or (tensor._base is not None and n.is_new(tensor._base))
-    return [1] * tensor.dim() if new else _unexpanded(tensor)
+    return [1] * tensor.dim() if new else unexpanded(tensor)
 
 
-def _unexpanded(tensor: Tensor) -> list[int]:
+def unexpanded(tensor: Tensor) -> list[int]:
     """Its sizes, 1 where it was expanded: that follows what it was expanded to, as a trial shows."""
     return [1 if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
 

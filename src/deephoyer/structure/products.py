@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from deephoyer.structure.channel_ids import Labels
-from deephoyer.structure.operations import Operation, Part, Rule, meet, mixes, shortened
+from deephoyer.structure.operations import Operation, Part, Rule, meet, mixes, shortened, unexpanded
 
 
 def multiplies(n: Labels, op: Operation) -> None:
@@ -27,8 +27,12 @@ def product(n: Labels, op: Operation, left: Tensor, right: Tensor) -> list[Tenso
     read(n, op, left, left.dim() - 1, right, right.dim() - 2)
     rows, columns = n.across(left, -1), n.across(right, -2)
     if left.dim() == 3 and not n.is_weight(left) and not n.is_weight(right):  # attention that is written out
-        n.heads += [axis for axis in (*rows, *columns) if axis.shape[0] > 1]
-    return meet(n, [([*left.shape[:-1], 1], rows), ([*right.shape[:-2], 1, right.shape[-1]], columns)], op.where)
+        heads = [axis for axis in (*rows, *columns) if axis.shape[0] > 1]
+        n.heads += heads
+        if heads:
+            n.beside_heads(n.along(left, -2) + n.along(right, -1))
+    above, beside = unexpanded(left)[:-1], unexpanded(right)
+    return meet(n, [([*above, 1], rows), ([*beside[:-2], 1, beside[-1]], columns)], op.where)
 
 
 def read(n: Labels, op: Operation, x: Tensor, x_dim: int, w: Tensor, w_dim: int) -> None:
@@ -295,6 +299,8 @@ def attends(n: Labels, op: Operation) -> None:
         parts.append(([*mask.shape[:-2], 1, 1], heads_of))
     n.heads += [axis for _, axes in parts for axis in axes]
     columns = n.along(value, -1)
+    if any(axes for _, axes in parts):
+        n.beside_heads(columns)
     n.set(out, [*meet(n, parts, op.where), *columns])
     for tensor in op.outs[1:]:
         n.set(tensor, [])

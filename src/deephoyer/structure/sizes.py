@@ -72,6 +72,11 @@ class Setting(int):
     def __add__(self, other: int) -> int:
         return Computed.of(int(self) + other, self.name)
 
+    def __mul__(self, other: Any) -> Any:
+        return self if type(other) is int and other == 1 else int(self) * other  # heads folded into a batch of one
+
+    __rmul__ = __mul__
+
     def __rfloordiv__(self, other: int) -> int:
         self.divides = True
         return other // int(self)
