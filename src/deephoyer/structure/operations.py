@@ -228,8 +228,8 @@ def _one_kind_along(n: Labels, op: Operation, axes: list[Tensor], dims: list[int
 def _one_shrinks(n: Labels, op: Operation, axis: Tensor, dims: list[int]) -> Tensor:
     """Ties what lies along all but one of the dimensions that a dimension was taken apart into.
 
-    Where heads are counted, whole heads go; else what the code leaves open (−1); else the longest. If that has proved to
-    be fixed, it is the next longest.
+    Where heads are counted, whole heads go; else what the code leaves open (−1); else the longest. If that has proved
+    to be fixed, it is the next longest.
     """
     varying = [d for d in dims if n.varies(axis, d)]
     if len(varying) < 2:
