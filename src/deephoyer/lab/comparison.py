@@ -54,7 +54,10 @@ class Job:
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """The result of a job. `seconds` are the method's training and finetuning; dense training is not counted."""
+    """The result of a job. `seconds` are the method's training and finetuning; dense training is not counted.
+
+    Runs of fresh seeds, which the tables are made of, have their command.
+    """
 
     method: str
     value: float
@@ -64,7 +67,7 @@ class ComparedRun:
     held_out: float
     accuracy: float
     seconds: float
-    command: str
+    command: str | None
     commit: str | None
     device: str | None
 
@@ -281,10 +284,13 @@ class Comparison(Queue):
             held_out=MEASURES["accuracy"](self.folder(chain[-1]), last),
             accuracy=next(reversed(last["accuracy"].values())),
             seconds=round(sum(sum(s["seconds"].values()) for s in own), 1),
-            command=str(recipes.Command(self.protocol.base, (*self.overrides, *chain[-1]))),
+            command=None if job.seed < self.protocol.choose else str(self._command(chain[-1])),
             commit=(environment.get("git") or {}).get("commit"),
             device=environment.get("device_name"),
         )
+
+    def _command(self, words: Sequence[str]) -> recipes.Command:
+        return recipes.Command(self.protocol.base, (*self.overrides, *words))
 
     def failure(self, job: Job) -> str | None:
         """Why a job failed: the log of the first failed run of its chain."""

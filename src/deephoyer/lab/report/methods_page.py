@@ -36,7 +36,7 @@ def write(found: Comparison) -> Path:
     """Writes the results of a comparison to its file, unless that belongs to another."""
     refuse_another(found)
     path = folder_at(RESULTS) / f"{found.name}.json"
-    write_atomically(path, (json.dumps(found.content(), indent=1) + "\n").encode())
+    write_atomically(path, _one_line_per_run(found.content()).encode())
     return path
 
 
@@ -153,6 +153,16 @@ def _by_own_settings(figures: Sequence[own_settings.Figure], every: Sequence[Rec
             "\n".join(["Not run yet, with the printed figure and the words after `deephoyer run`:", "", *lines])
         )
     return "\n\n".join(parts)
+
+
+def _one_line_per_run(content: dict[str, Any]) -> str:
+    """JSON in which each run is a line: a difference of two files then names the runs that differ."""
+    parts = []
+    for key, value in content.items():
+        runs = isinstance(value, list) and value and isinstance(value[0], dict)
+        lines = ",\n  ".join(map(json.dumps, value)) if runs else ""
+        parts.append(f" {json.dumps(key)}: " + (f"[\n  {lines}\n ]" if runs else json.dumps(value)))
+    return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
 def finals(protocol: Protocol, content: dict[str, Any] | None, method: str, size: float) -> list[ComparedRun]:
