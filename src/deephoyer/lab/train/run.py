@@ -104,9 +104,11 @@ class Run:
         self.device = local_device(environment.pick_device(self.recipe.device))
         tensors = self.checkpoints.read_state()
         self.processes.together(self._build)
+        if tensors is not None:
+            self.processes.on_main(lambda: self.folder.check_images(self.data.fingerprint))
         if self.processes.main:
             if not self.finished():
-                self.folder.write_command(self.command, self.recipe)
+                self.folder.write_command(self.command, self.recipe, self.data.fingerprint)
                 where = environment.describe(self.device) | {"processes": self.processes.count}
                 self.folder.write_json("environment.json", where)
             self.folder.cut_metrics(self.state.metrics_size)
