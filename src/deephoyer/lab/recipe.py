@@ -100,12 +100,12 @@ def folder_name(base: str, overrides: Iterable[str] = ()) -> str:
     'demo-s1'
     """
     as_it_is, recipe = read(base), read(base, overrides)
-    name = re.sub(r"[^\w.-]+", "-", _title(base))
+    name = re.sub(r"[^\w.-]+", "-", title(base))
     digest = f"-{recipe.digest()[:8]}" if recipe.digest() != as_it_is.digest() else ""
     return f"{name}{digest}-s{recipe.seed}"
 
 
-def _title(base: str) -> str:
+def title(base: str) -> str:
     """A file's own name, or a recipe's with its folder."""
     return Path(base).stem if Path(base).suffix in (".yaml", ".yml") else base
 

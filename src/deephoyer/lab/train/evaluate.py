@@ -6,6 +6,7 @@ In runs between epochs and at the end of stages, and for networks in files (`dee
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,10 @@ from torch import Tensor
 from deephoyer.errors import UserError, first_line, unknown
 from deephoyer.export import provenance
 from deephoyer.lab import data as datasets
-from deephoyer.lab.choices import Choice, named
+from deephoyer.lab.choices import Choice, named, what_data
 from deephoyer.lab.data.source import TEST, UNREADABLE, Images, Source
 from deephoyer.lab.open_network import file_of, open_network
+from deephoyer.lab.runs.folder import RunFolder
 
 MANY_CLASSES = 10
 """With more classes than this, top-5 accuracy is measured as well."""
@@ -99,4 +101,8 @@ def _own_data(path: Path) -> str | dict[str, Any]:
     data = recipe.get("data") if isinstance(recipe, Mapping) else None
     if not isinstance(data, str | dict):
         raise UserError(f"{path} does not say what data it is for; give it with data=NAME or data={{name: …}}.")
+    with suppress(UserError):
+        run = RunFolder(path.parent).recipe()  # which knows where they lie
+        if run is not None and what_data(run.data) == what_data(data):
+            return run.data
     return data
