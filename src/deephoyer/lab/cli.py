@@ -18,6 +18,7 @@ from rich.table import Table
 from deephoyer import __version__
 from deephoyer.errors import UserError, unknown
 from deephoyer.lab import comparison_commands, search_commands
+from deephoyer.lab.cores import limit_threads
 from deephoyer.lab.processes import end_with_parent, is_child_run
 from deephoyer.lab.report import commands, page_commands
 from deephoyer.lab.search_commands import errors, out
@@ -358,6 +359,7 @@ def _import_own_names() -> None:
 def main() -> None:
     """The entry point: a user's mistake is reported in a line or two, with exit status 2."""
     end_with_parent()
+    limit_threads()
     try:
         _import_own_names()
         status = app(standalone_mode=False)

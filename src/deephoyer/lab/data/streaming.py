@@ -20,10 +20,10 @@ from torch import Tensor
 
 from deephoyer.errors import UserError
 from deephoyer.files import kept_in, path_on_disk
+from deephoyer.lab.cores import usable_cores
 from deephoyer.lab.data.image_files import Files, find, fingerprint, passed_over, read_image
 from deephoyer.lab.data.small_images import SmallImages
 from deephoyer.lab.data.source import UNREADABLE, Images, Source, Split, seed_of
-from deephoyer.lab.runs.environment import usable_cores
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 MOST_WORKERS = 16
