@@ -328,6 +328,24 @@ def test_settings_that_make_no_sense_are_refused(tmp_path, photos, change):
         Run(made(tmp_path, photos, f"data.{change}"), tmp_path / "run").execute()
 
 
+@pytest.mark.parametrize(
+    ("outputs", "told"),
+    [
+        (lambda y: torch._assert(False, "Wrong image height!"), "can't read images of 3×28×28: Wrong image height."),
+        (
+            lambda y: y.expand(1, 2, 4),
+            "has outputs of shape (1, 2, 4); it must have one number for each image and class",
+        ),
+        (lambda y: {"out": y}, "has outputs of type dict; it must have"),
+    ],
+)
+def test_a_model_that_is_not_for_such_images_is_told_in_a_line(tmp_path, photos, monkeypatch, outputs, told):
+    monkeypatch.setattr(image_folders.Plain, "forward", lambda model, x: outputs(torch.zeros(len(x), 4)))
+    with pytest.raises(dh.UserError) as why:
+        Run(made(tmp_path, photos), tmp_path / "run").execute()
+    assert f"model: plain {told}" in str(why.value)
+
+
 def test_shifts_are_for_images_that_are_not_cropped(tmp_path, photos):
     with pytest.raises(dh.UserError, match="shift and flip are for images that are not cropped"):
         Run(made(tmp_path, photos, "shift=2"), tmp_path / "run").execute()
