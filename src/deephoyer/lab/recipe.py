@@ -162,9 +162,7 @@ def _parsed(text: str, name: str) -> dict[str, Any]:
     try:
         content = bounded_yaml.load(text)
     except yaml.YAMLError as why:
-        mark = getattr(why, "problem_mark", None)
-        where = f"line {mark.line + 1}: " if mark else ""
-        raise UserError(f"recipe {name}: not valid YAML: {where}{getattr(why, 'problem', None) or why}") from None
+        raise UserError(f"recipe {name}: not valid YAML: {bounded_yaml.explain(why)}") from None
     if not isinstance(content, dict):
         raise UserError(f"recipe {name}: has no keys; a recipe needs model, data and at least one stage.")
     return content

@@ -97,7 +97,7 @@ def _divided(files: Files, share: float, key: str) -> tuple[Files, Files]:
         own = np.flatnonzero(files.labels == label)
         if len(own) < 2:
             raise UserError(f"{key}: class {name} has a single image; data.val_split needs two or more of each class.")
-        drawn = sorted(own, key=lambda i: hashlib.sha256(files.paths[i]).digest())
+        drawn = sorted(own, key=lambda i: hashlib.sha256(bytes(files.paths[i])).digest())
         validation[drawn[: min(max(1, round(share * len(own))), len(own) - 1)]] = True
     train, val = (
         replace(files, paths=files.paths[chosen], labels=files.labels[chosen]) for chosen in (~validation, validation)
