@@ -155,6 +155,4 @@ def _explain(why: ValidationError) -> str:
         part: type[BaseModel] = Epochs if outer == "epochs" else Entry if outer else Protocol
         return f"{outer}{': ' if outer else ''}{unknown('key', key, part.model_fields)}"
     cause = first.get("ctx", {}).get("error")
-    return (
-        f"{place}: {cause}" if isinstance(cause, UserError) else f"{place}: {first['msg']}; it is {first['input']!r}."
-    )
+    return f"{place}: {cause or first['msg'] + '; it is ' + shown(first['input']) + '.'}"
