@@ -256,8 +256,8 @@ def folder(
     if path is None and not root.is_dir():
         raise UserError(f"data {title}: where is it? Give data.path=FOLDER, or put it at {root} ($DEEPHOYER_DATA).")
     files = find(root, f"data {title}", val_split)
-    made = Streaming(title, files, size, resize or size * 8 // 7, crop, flip, normalize, workers, skip_at_most)
-    return made.held(crop, flip) if memory else made
+    source = Streaming(title, files, size, resize or size * 8 // 7, crop, flip, normalize, workers, skip_at_most)
+    return source.held(crop, flip) if memory else source
 
 
 def imagenet(
@@ -267,11 +267,11 @@ def imagenet(
 
     Without a `path` it is looked for as `imagenet` in $DEEPHOYER_DATA.
     """
-    found = folder(path, size, resize, workers=workers, skip_at_most=skip_at_most, title="imagenet")
-    assert isinstance(found, Streaming)
-    if found.classes != 1000:
-        raise UserError(f"data imagenet: {found.classes} class folders were found, ImageNet has 1,000.")
-    return found
+    source = folder(path, size, resize, workers=workers, skip_at_most=skip_at_most, title="imagenet")
+    assert isinstance(source, Streaming)
+    if source.classes != 1000:
+        raise UserError(f"data imagenet: {source.classes} class folders were found, ImageNet has 1,000.")
+    return source
 
 
 def tiny_imagenet(
