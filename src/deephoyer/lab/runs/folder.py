@@ -157,7 +157,8 @@ class RunFolder:
 
     def check_images(self, images: str | None) -> None:
         """Refuses to resume with other images than those of the folder's run, which may have moved."""
-        content, recipe = self.read_json(COMMAND), self.recipe()
+        recipe = self.recipe()
+        content = self.read_json(COMMAND) if recipe is not None else None
         before = content.get("images") if isinstance(content, dict) else None
         if recipe is not None and before not in (None, images):
             path = named(recipe.data)[1].get("path")
