@@ -287,6 +287,33 @@ def test_a_slip_in_a_comparison_is_told_before_anything_runs(tmp_path, monkeypat
         Comparison(str(file))
 
 
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (("methods:", "metods:"), "'metods' is not a key. Did you mean 'methods'?"),
+        (("{pretrain: 1", "{pretrane: 1"), "epochs: 'pretrane' is not a key. Did you mean 'pretrain'?"),
+        (("target: live", ""), "target: is missing."),
+        (("target: live", "target: mac"), "target: Input should be 'live' or 'macs'; it is 'mac'."),
+        (("base: demo", "base: nix"), "'nix' is not a recipe"),
+        (("seed=VALUE", "sead=VALUE"), "methods.a: recipe demo: 'sead' is not a key"),
+        (("sizes: [0.1]", "sizes: [0.1"), "not valid YAML: line"),
+        (None, "has no keys; it needs about, base, target, sizes, methods."),
+    ],
+)
+def test_a_mistake_in_a_comparisons_file_is_told_in_a_line_with_its_place(tmp_path, change, told):
+    text = """about: x
+base: demo
+epochs: {pretrain: 1}
+target: live
+sizes: [0.1]
+methods: {a: {vary: seed=VALUE, values: [1, 2]}}"""
+    file = tmp_path / "mine.yaml"
+    file.write_text(text.replace(*change) if change else "")
+    with pytest.raises(dh.UserError) as why:
+        Comparison(str(file))
+    assert str(why.value).startswith(f"comparison {file}: {told}") and len(str(why.value).splitlines()) == 1
+
+
 def test_a_method_with_epochs_of_its_own_or_chosen_on_test_images_is_refused(tmp_path):
     file = tmp_path / "mine.yaml"
     for words, why in (("regularize.epochs=7", "ADMM trains for"), ("epoch_selection=test-best", "held-out images")):

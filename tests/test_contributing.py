@@ -1,6 +1,7 @@
 """CONTRIBUTING's examples, followed as a new user would: each is run as it stands, then used by its name."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -95,3 +96,21 @@ def test_a_file_of_the_users_own_gives_names_to_every_command(tmp_path, monkeypa
     monkeypatch.setenv("DEEPHOYER_IMPORT", str(tmp_path / "missing.py"))
     status, _, told = command("list", "data")
     assert status == 2 and "DEEPHOYER_IMPORT: there is no file" in told
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("\nimport nothing_there\n", "mine.py, line 2: ModuleNotFoundError: No module named 'nothing_there'"),
+        ("x = 1\ny = = 2\n", "mine.py, line 2: SyntaxError: invalid syntax"),
+        ("def f():\n    return 1 / 0\n\n\nf()\n", "mine.py, line 2: ZeroDivisionError"),
+        ("from beside import name\nraise ValueError(name)\n", "mine.py, line 2: ValueError: from the same folder"),
+    ],
+)
+def test_a_mistake_in_a_file_of_ones_own_is_told_with_its_line(tmp_path, monkeypatch, command, text, told):
+    monkeypatch.setattr("sys.path", [*sys.path])
+    (tmp_path / "mine.py").write_text(text)
+    (tmp_path / "beside.py").write_text("name = 'from the same folder'")
+    monkeypatch.setenv("DEEPHOYER_IMPORT", str(tmp_path / "mine.py"))
+    status, _, err = command("list", "models")
+    assert status == 2 and told in err and len(err.splitlines()) <= 2

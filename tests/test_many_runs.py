@@ -10,7 +10,7 @@ import time
 import pytest
 
 import deephoyer as dh
-from deephoyer.lab import sweep
+from deephoyer.lab import cores, sweep
 from deephoyer.lab.fork_server import Forked, ForkServer
 from deephoyer.lab.processes import IMPORTS, ChildRun, ListQueue, Starter, run_children
 from deephoyer.lab.search import Axis, Search, goals
@@ -410,9 +410,45 @@ def test_runs_side_by_side_share_the_cores_that_this_process_may_use(tmp_path, m
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(cores, "_quotas", lambda *_: [])
     team, speaks = [ChildRun([], tmp_path / name) for name in "ab"], "import os; print(os.environ['OMP_NUM_THREADS'])"
     sweep.run_queue([], ListQueue(team), 2, ["cpu"] * 2, program=[sys.executable, "-c", speaks])
     assert [(m.folder / "log.txt").read_text() for m in team] == ["3\n", "3\n"]
+
+
+@pytest.mark.parametrize(
+    ("process", "files", "usable"),
+    [
+        ("0::/", {"cpu.max": "max 100000"}, 6),
+        ("0::/", {"cpu.max": "250000 100000"}, 3),
+        ("0::/a/b", {"a/cpu.max": "200000 100000", "a/b/cpu.max": "400000 100000"}, 2),
+        ("0::/docker/only-outside", {"cpu.max": "50000 100000"}, 1),
+        (
+            "4:memory:/\n1:cpu,cpuacct:/",
+            {"cpu,cpuacct/cpu.cfs_quota_us": "-1", "cpu,cpuacct/cpu.cfs_period_us": "1"},
+            6,
+        ),
+        ("1:cpu:/x", {"cpu/x/cpu.cfs_quota_us": "400000\n", "cpu/x/cpu.cfs_period_us": "100000\n"}, 4),
+        ("", {}, 6),
+    ],
+)
+def test_the_quota_of_a_container_limits_the_cores_that_are_used(tmp_path, monkeypatch, process, files, usable):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
+    (tmp_path / "process").write_text(process)
+    for name, content in files.items():
+        (tmp_path / "groups" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "groups" / name).write_text(content)
+    assert cores.usable_cores(tmp_path / "process", tmp_path / "groups") == usable
+
+
+def test_torch_starts_no_more_threads_than_a_container_lets_run_unless_told(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
+    for quotas, before, after in (([], None, None), ([2.0], None, "2"), ([2.0], "4", "4")):
+        monkeypatch.setattr(cores, "_quotas", lambda *_, quotas=quotas: quotas)
+        environment = {} if before is None else {cores.THREADS: before}
+        monkeypatch.setattr(os, "environ", environment)
+        cores.limit_threads()
+        assert environment.get(cores.THREADS) == after and cores.threads_asked_for() == (before == "4")
 
 
 def test_reading_mnist_starts_no_threads_that_a_fork_would_miss():

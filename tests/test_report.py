@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+import image_folders
 from deephoyer import UserError, summary
 from deephoyer.export import load, save
 from deephoyer.lab import models, recipe
 from deephoyer.lab.recipe import Command
-from deephoyer.lab.report import figures, paper_tables, publish, record, stored_weights, verify
+from deephoyer.lab.report import figures, measure, paper_tables, publish, record, stored_weights, verify
 from deephoyer.lab.report.index import index
 from deephoyer.lab.report.measure import timings
 from deephoyer.lab.report.results_page import page, section
@@ -146,7 +147,7 @@ def test_a_record_says_what_halving_its_matrices_changed(command, runs, monkeypa
 
     in_halves = publish.in_halves
     monkeypatch.setattr(publish, "in_halves", coarse)
-    monkeypatch.setattr(publish, "TOLERANCE", 1.0)
+    monkeypatch.setattr(publish, "ROUNDING", 1.0)
     seen = json.loads((runs / "hs0" / "summary.json").read_text())["accuracy"]["finetuned"]
     status, out, _ = command("publish", runs / "hs0")
     made = record.read(record.find(Path("results"))[0])
@@ -279,6 +280,33 @@ def test_the_same_content_is_stored_once(tmp_path):
 def test_published_records_verify(command, results):
     status, out, _ = command("verify", results)
     assert status == 0 and "4 of 4 records verified" in out and out.count("ok ") == 4
+
+
+def test_a_run_on_a_users_own_images_is_published_without_their_place_and_verified_at_another(
+    tmp_path, command, monkeypatch
+):
+    monkeypatch.setattr(measure, "BATCHES", (1,))
+    photos = image_folders.make(tmp_path / "photos")
+    image_folders.recipe_file(tmp_path, photos)
+    words = Command("recipe.yaml", ("pretrain.epochs=1", "regularize=null", "prune=null", "finetune=null"))
+    own = words.read().model_copy(update={"model": {"name": "torchvision:squeezenet1_1", "classes": 4}})
+    finish(Run(own, tmp_path / "runs" / "one", command=words).execute())
+    assert command("evaluate", "runs/one/compact.safetensors")[0] == 0
+    photos.rename(tmp_path / "moved")
+    status, out, err = command("publish", "runs/one", "data.path=moved")
+    assert status == 0 and "results/torchvision-squeezenet1_1/own/recipe-held-out-s0.json" in out
+    for file in (*(tmp_path / "results").rglob("*.*"), *(tmp_path / "runs").rglob("*.safetensors")):
+        assert str(tmp_path).encode() not in file.read_bytes()
+    assert command("verify")[0] == 1
+    assert command("verify", "results", "data.path=moved")[0] == 0
+    status, _, err = command("verify", "data.size=30")
+    assert status == 2 and "data.size: it would be another run" in err
+
+
+def test_a_file_of_the_user_does_not_say_where_its_record_lies(published):
+    made = record.read(published / HS0)
+    for base in ("../mine.yaml", "/home/me/mine.yaml", "my recipes/mine.yml"):
+        assert record.place(made.model_copy(update={"base": base})).parts[:2] == ("lenet-300-100", "own")
 
 
 @pytest.mark.parametrize(

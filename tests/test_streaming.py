@@ -26,7 +26,8 @@ from deephoyer.lab.data import Images
 from deephoyer.lab.data.image_files import read_image
 from deephoyer.lab.data.streaming import Request, _RandomResizedCrop
 from deephoyer.lab.open_network import open_network
-from deephoyer.lab.runs import checkpoint
+from deephoyer.lab.runs import checkpoint, find
+from deephoyer.lab.runs.folder import RunFolder
 from deephoyer.lab.train import batches
 from deephoyer.lab.train.result import finish, tables
 from deephoyer.lab.train.run import Run
@@ -192,6 +193,32 @@ def test_a_folder_without_images_is_told(tmp_path, folders, said):
         data.load("folder", path=str(root))
 
 
+@pytest.mark.parametrize("inner", ["train", "."])
+def test_without_val_a_share_of_each_class_takes_its_place_the_same_in_every_run(tmp_path, photos, inner):
+    (tmp_path / "flowers" / inner).parent.mkdir(exist_ok=True)
+    alone = copied(photos / "train", tmp_path / "flowers" / inner)
+    source = data.load("folder", path=str(tmp_path / "flowers"), size=28, val_split=0.2)
+    names = {split: [files.name(i) for i in range(len(files))] for split, files in source.files.items()}
+    assert np.bincount(source.files["test"].labels).tolist() == [3] * 4
+    assert len(names["train"]) == 48 and not set(names["train"]) & set(names["test"])
+    (alone / "class000" / "new.jpg").write_bytes((alone / "class000" / "000.jpg").read_bytes())
+    again = data.load("folder", path=str(tmp_path / "flowers"), size=28, val_split=0.2).files["test"]
+    assert {again.name(i) for i in range(len(again))} - set(names["test"]) <= {f"{alone.name}/class000/new.jpg"}
+
+
+def test_a_split_that_can_not_be_is_told(tmp_path, photos):
+    def told(match, path, **settings):
+        with pytest.raises(dh.UserError, match=match):
+            data.load("folder", path=str(path), **settings)
+
+    told("has a folder val, so .* leave out data.val_split", photos, val_split=0.2)
+    told("no folder val.*data.val_split=0.2", photos / "train")
+    told("val_split is 1; it must be a share", photos, val_split=1)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "1.jpg").write_bytes(b"")
+    told("class a has a single image", tmp_path, val_split=0.5)
+
+
 def test_an_archive_in_place_of_a_folder_is_told(tmp_path):
     (tmp_path / "flowers.zip").write_bytes(b"PK")
     with pytest.raises(dh.UserError, match=r"flowers.zip is a file, not a folder: unpack it first"):
@@ -301,6 +328,24 @@ def test_settings_that_make_no_sense_are_refused(tmp_path, photos, change):
         Run(made(tmp_path, photos, f"data.{change}"), tmp_path / "run").execute()
 
 
+@pytest.mark.parametrize(
+    ("outputs", "told"),
+    [
+        (lambda y: torch._assert(False, "Wrong image height!"), "can't read images of 3×28×28: Wrong image height."),
+        (
+            lambda y: y.expand(1, 2, 4),
+            "has outputs of shape (1, 2, 4); it must have one number for each image and class",
+        ),
+        (lambda y: {"out": y}, "has outputs of type dict; it must have"),
+    ],
+)
+def test_a_model_that_is_not_for_such_images_is_told_in_a_line(tmp_path, photos, monkeypatch, outputs, told):
+    monkeypatch.setattr(image_folders.Plain, "forward", lambda model, x: outputs(torch.zeros(len(x), 4)))
+    with pytest.raises(dh.UserError) as why:
+        Run(made(tmp_path, photos), tmp_path / "run").execute()
+    assert f"model: plain {told}" in str(why.value)
+
+
 def test_shifts_are_for_images_that_are_not_cropped(tmp_path, photos):
     with pytest.raises(dh.UserError, match="shift and flip are for images that are not cropped"):
         Run(made(tmp_path, photos, "shift=2"), tmp_path / "run").execute()
@@ -340,6 +385,39 @@ def test_where_the_data_lies_is_no_part_of_what_a_run_is(tmp_path, photos, monke
     moved = there.model_copy(update={"data": {"name": "folder", "size": 28, "workers": 0}})
     assert same(weights(Run(moved, tmp_path / "run").execute()), weights(first))
     assert same(weights(Run(moved, tmp_path / "new").execute()), weights(first))
+
+
+def test_a_run_is_neither_shown_nor_resumed_nor_started_from_with_other_images(tmp_path, photos, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    short = ("pretrain.epochs=1", "regularize=null", "prune=null", "finetune=null")
+    other, moved = image_folders.make(tmp_path / "other", size=(44, 32)), copied(photos, tmp_path / "moved")
+    run = RunFolder("runs/one")
+    here, elsewhere, after = (made(tmp_path, place, *short) for place in (photos, other, moved))
+    Run(here, run.path).execute()
+    run.write_json("summary.json", {})
+    assert run.has_result_of(here) and not run.has_result_of(elsewhere)
+    with pytest.raises(dh.UserError, match=f"was made with other images .data.path was {photos}"):
+        Run(elsewhere, run.path).execute()
+    Run(after, run.path).execute()
+    kept = {name: (run / name).read_bytes() for name in ("command.json", "recipe.yaml")}
+    for name in kept:
+        (run / name).unlink()
+    Run(here, run.path).execute()  # whose checkpoints are enough
+    for name, content in kept.items():
+        (run / name).write_bytes(content)
+    start = f"{tmp_path}/recipe.yaml {' '.join(short)} data.path="
+    assert find.network(f"{start}{moved}", "start").path == run / "dense.safetensors"
+    with pytest.raises(find.NetworkMissing):
+        find.network(f"{start}{other}", "start")
+
+
+def test_a_folder_in_which_nothing_was_trained_may_have_another_recipe(tmp_path, photos):
+    short = ("pretrain.epochs=1", "regularize=null", "prune=null", "finetune=null")
+    (tmp_path / "run").mkdir()
+    RunFolder(tmp_path / "run").write_command(None, made(tmp_path, photos, *short))
+    Run(made(tmp_path, photos, *short, "batch_size=6"), tmp_path / "run").execute()
+    with pytest.raises(dh.UserError, match="batch_size was 6, now 12"):
+        Run(made(tmp_path, photos, *short), tmp_path / "run").execute()
 
 
 # Runs

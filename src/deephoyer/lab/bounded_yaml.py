@@ -57,6 +57,12 @@ def load(text: str) -> Any:
         raise yaml.YAMLError(f"a value in it makes no sense ({str(why)[:100]})") from None
 
 
+def explain(why: yaml.YAMLError) -> str:
+    """What is wrong with a text, in a line, and in which one."""
+    mark = getattr(why, "problem_mark", None)
+    return f"{f'line {mark.line + 1}: ' if mark else ''}{getattr(why, 'problem', None) or why}"
+
+
 def _size(node: yaml.Node, known: dict[int, tuple[int, int]], above: set[int]) -> tuple[int, int]:
     """How many values a node stands for and how deep it goes; refused where that is too much, or has no end."""
     if id(node) in above:

@@ -51,6 +51,10 @@ def several(choices: Choices) -> list[Choice]:
     return list(choices) if isinstance(choices, tuple) else [choices]
 
 
+OF_THIS_MACHINE = ("path", "workers")
+"""Settings of data that say nothing of what they are."""
+
+
 def what_data(choice: Choice) -> Choice:
     """A choice of data without settings of this machine: its path and the number of workers.
 
@@ -59,7 +63,7 @@ def what_data(choice: Choice) -> Choice:
     """
     if isinstance(choice, str):
         return choice
-    kept: Choice = plain({key: value for key, value in choice.items() if key not in ("path", "workers")})
+    kept: Choice = plain({key: value for key, value in choice.items() if key not in OF_THIS_MACHINE})
     return kept
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+import traceback
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +19,7 @@ from rich.table import Table
 from deephoyer import __version__
 from deephoyer.errors import UserError, unknown
 from deephoyer.lab import comparison_commands, search_commands
+from deephoyer.lab.cores import limit_threads
 from deephoyer.lab.processes import end_with_parent, is_child_run
 from deephoyer.lab.report import commands, page_commands
 from deephoyer.lab.search_commands import errors, out
@@ -352,12 +354,27 @@ def _import_own_names() -> None:
         if spec is None or spec.loader is None:
             raise UserError(f"DEEPHOYER_IMPORT: {path} is not a Python file; its name must end in .py.")
         sys.modules[name] = module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        if (folder := str(path.resolve().parent)) not in sys.path:
+            sys.path.append(folder)  # for what it imports from there
+        try:
+            spec.loader.exec_module(module)
+        except Exception as why:
+            raise UserError(f"DEEPHOYER_IMPORT: {_line_of(path, why)}: {type(why).__name__}: {why}") from why
+
+
+def _line_of(path: Path, why: Exception) -> str:
+    """The place in a file at which an error came up, or the file."""
+    frames = traceback.extract_tb(why.__traceback__)
+    lines = [frame.lineno for frame in frames if Path(frame.filename) == path.absolute()]
+    number = why.lineno if isinstance(why, SyntaxError) and why.filename == str(path.absolute()) else None
+    number = number or (lines[-1] if lines else None)
+    return f"{path}, line {number}" if number else str(path)
 
 
 def main() -> None:
     """The entry point: a user's mistake is reported in a line or two, with exit status 2."""
     end_with_parent()
+    limit_threads()
     try:
         _import_own_names()
         status = app(standalone_mode=False)

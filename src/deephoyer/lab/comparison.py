@@ -109,7 +109,7 @@ class Comparison(Queue):
 
     def _check(self, method: str, job: Job) -> None:
         """A method's own overrides must not change what is equal for all."""
-        chain = [self._read(words) for words in self.chain(job)]
+        chain = [self._read(words, method) for words in self.chain(job)]
         epochs, all_epochs = sum(recipe.epochs for recipe in chain), self.dense_epochs + self.epochs
         if epochs != all_epochs:
             raise UserError(f"comparison {self.name}: {method} trains for {epochs} epochs, the others {all_epochs}.")
@@ -122,8 +122,12 @@ class Comparison(Queue):
 
     # Which runs there are
 
-    def _read(self, words: Sequence[str]) -> Recipe:
-        return recipes.read(self.protocol.base, (*self.overrides, *words))
+    def _read(self, words: Sequence[str], method: str | None = None) -> Recipe:
+        """The recipe of a run, of a method where that is said in errors."""
+        try:
+            return recipes.read(self.protocol.base, (*self.overrides, *words))
+        except UserError as why:
+            raise UserError(f"comparison {self.source}: {f'methods.{method}: ' if method else ''}{why}") from None
 
     def _words(self, words: tuple[str, ...]) -> str:
         """The recipe and the overrides of a run, in alphabetical order: what identifies it."""

@@ -41,12 +41,12 @@ def compare(
     if name == "all":
         _write_page()
         return
-    found = Comparison(name, overrides or [], only or [], minutes)
+    comparison = Comparison(name, overrides or [], only or [], minutes)
     if write:
         from deephoyer.lab.report import methods_page
 
-        methods_page.refuse_another(found)  # before anything runs
-    runs, done = found.cost()
+        methods_page.refuse_another(comparison)  # before anything runs
+    runs, done = comparison.cost()
     left = sum(epochs for folder, epochs in runs.items() if folder not in done)
     hours = (left * seconds_an_epoch + (len(runs) - len(done)) * seconds_a_run) / 3600
     out.print(
@@ -57,30 +57,30 @@ def compare(
         with told_when_interrupted(), live_table() as shown:
             at_once = jobs or sweeps.default_jobs()
             show = None if shown is None else lambda busy: shown.update(sweeps.progress_table(busy))
-            devices = [found.device] * at_once
-            words = [found.protocol.base, *found.overrides]
-            sweeps.run_queue(words, found, at_once, devices, show=show, mps=mps, say=say, timed=False)
+            devices = [comparison.device] * at_once
+            words = [comparison.protocol.base, *comparison.overrides]
+            sweeps.run_queue(words, comparison, at_once, devices, show=show, mps=mps, say=say, timed=False)
     if done or not plan:
-        out.print(_table(found))
+        out.print(_table(comparison))
     if write:
-        whole = Comparison(name, overrides or []) if only else found  # keeps the results of the other methods
+        whole = Comparison(name, overrides or []) if only else comparison  # keeps the results of the other methods
         out.print(f"wrote {methods_page.write(whole)}")
-        _draw(found.name)
+        _draw(comparison.name)
         _write_page()
 
 
-def _table(found: Comparison) -> Table:
+def _table(comparison: Comparison) -> Table:
     """The results so far: a row for each method and size."""
     from deephoyer.lab.comparison import Job
 
-    table = Table(title=found.protocol.about, title_justify="left")
+    table = Table(title=comparison.protocol.about, title_justify="left")
     for title in ("method", "size", "chosen", "seeds", "test accuracy", "left"):
         table.add_column(title, justify="left" if title == "method" else "right")
-    for method in found.methods:
-        for size in found.protocol.sizes:
-            value = found.chosen(method, size)
-            seeds = found.protocol.fresh_seeds
-            every = [found.outcome(Job(method, value, s, size)) for s in seeds] if value is not None else []
+    for method in comparison.methods:
+        for size in comparison.protocol.sizes:
+            value = comparison.chosen(method, size)
+            seeds = comparison.protocol.fresh_seeds
+            every = [comparison.outcome(Job(method, value, s, size)) for s in seeds] if value is not None else []
             there = [one for one in every if one is not None]
             accuracy = f"{100 * sum(o.accuracy for o in there) / len(there):.2f} %" if there else ""
             left = f"{100 * sum(o.share for o in there) / len(there):.3g} %" if there else ""

@@ -14,7 +14,7 @@ from typing import Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from deephoyer.errors import UserError, unknown
+from deephoyer.errors import UserError, shown, unknown
 from deephoyer.files import plain_file
 from deephoyer.lab import bounded_yaml
 
@@ -132,10 +132,27 @@ def read(name: str) -> Protocol:
         raise unknown("comparison", name, names())
     try:
         content = bounded_yaml.load(plain_file(path).read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            needed = ", ".join(key for key, field in Protocol.model_fields.items() if field.is_required())
+            raise UserError(f"comparison {name}: has no keys; it needs {needed}.")
         return Protocol.model_validate(content)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as why:
-        raise UserError(f"comparison {name}: can't be read: {why}.") from None
+    except (OSError, UnicodeDecodeError) as why:
+        raise UserError(f"comparison {name}: can't be read: {getattr(why, 'strerror', None) or why}.") from None
+    except yaml.YAMLError as why:
+        raise UserError(f"comparison {name}: not valid YAML: {bounded_yaml.explain(why)}") from None
     except ValidationError as why:
-        first = why.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        raise UserError(f"comparison {name}: {place}: {first.get('ctx', {}).get('error') or first['msg']}") from None
+        raise UserError(f"comparison {name}: {_explain(why)}") from None
+
+
+def _explain(why: ValidationError) -> str:
+    """The first error in a line, with its place; a slip in a key makes another one missing, and is the cause."""
+    first = min(why.errors(), key=lambda error: error["type"] != "extra_forbidden")
+    place = ".".join(map(str, first["loc"]))
+    if first["type"] == "missing":
+        return f"{place}: is missing."
+    if first["type"] == "extra_forbidden":
+        outer, _, key = place.rpartition(".")
+        part: type[BaseModel] = Epochs if outer == "epochs" else Entry if outer else Protocol
+        return f"{outer}{': ' if outer else ''}{unknown('key', key, part.model_fields)}"
+    cause = first.get("ctx", {}).get("error")
+    return f"{place}: {cause or first['msg'] + '; it is ' + shown(first['input']) + '.'}"

@@ -100,12 +100,12 @@ def folder_name(base: str, overrides: Iterable[str] = ()) -> str:
     'demo-s1'
     """
     as_it_is, recipe = read(base), read(base, overrides)
-    name = re.sub(r"[^\w.-]+", "-", _title(base))
+    name = re.sub(r"[^\w.-]+", "-", title(base))
     digest = f"-{recipe.digest()[:8]}" if recipe.digest() != as_it_is.digest() else ""
     return f"{name}{digest}-s{recipe.seed}"
 
 
-def _title(base: str) -> str:
+def title(base: str) -> str:
     """A file's own name, or a recipe's with its folder."""
     return Path(base).stem if Path(base).suffix in (".yaml", ".yml") else base
 
@@ -162,9 +162,7 @@ def _parsed(text: str, name: str) -> dict[str, Any]:
     try:
         content = bounded_yaml.load(text)
     except yaml.YAMLError as why:
-        mark = getattr(why, "problem_mark", None)
-        where = f"line {mark.line + 1}: " if mark else ""
-        raise UserError(f"recipe {name}: not valid YAML: {where}{getattr(why, 'problem', None) or why}") from None
+        raise UserError(f"recipe {name}: not valid YAML: {bounded_yaml.explain(why)}") from None
     if not isinstance(content, dict):
         raise UserError(f"recipe {name}: has no keys; a recipe needs model, data and at least one stage.")
     return content

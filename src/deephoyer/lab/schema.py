@@ -10,13 +10,14 @@ import hashlib
 import json
 import re
 import shlex
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from deephoyer.errors import UserError
-from deephoyer.lab.choices import DataChoice, MethodChoice, ModelChoice, what_data
+from deephoyer.lab.choices import DataChoice, MethodChoice, ModelChoice, named, plain, what_data
 from deephoyer.lab.stages import Part, Prune, Regularize, Training
 
 STAGES = ("pretrain", "regularize", "prune", "finetune")
@@ -222,6 +223,11 @@ class Recipe(Part):
     def anywhere(self) -> Recipe:
         """The same without settings of this machine, for publication."""
         return self.model_copy(update={"data": what_data(self.data)})
+
+    def here(self, place: Mapping[str, Any]) -> Recipe:
+        """The same with settings of this machine, like {"path": "/disk/flowers"}."""
+        name, settings = named(self.data)
+        return self.model_copy(update={"data": plain({"name": name, **settings, **place})})
 
     def digest(self) -> str:
         """The recipe's identity: the same for runs that differ only by seed or device, whatever its name."""

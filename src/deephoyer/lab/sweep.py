@@ -17,6 +17,7 @@ from rich.table import Table
 from deephoyer.errors import UserError
 from deephoyer.lab import recipe as recipes
 from deephoyer.lab.choices import named
+from deephoyer.lab.cores import THREADS, threads_asked_for, usable_cores
 from deephoyer.lab.processes import DEEPHOYER, IMPORTS, UNTIMED, ChildRun, ListQueue, Queue, run_children
 
 
@@ -76,7 +77,6 @@ def run_queue(
     Unless `timed`, runs do not measure the speed of the final network, and reuse processes, which saves the second that
     initializing a GPU takes.
     """
-    from deephoyer.lab.runs.environment import usable_cores
     from deephoyer.lab.train import gpu_sharing
 
     with ExitStack() as shared:
@@ -85,8 +85,8 @@ def run_queue(
         if sharing > 1:
             environment |= gpu_sharing.one_thread()
             environment |= shared.enter_context(gpu_sharing.mps(say, sharing)) if mps else {}
-        elif jobs > 1:
-            environment.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // jobs)))
+        elif jobs > 1 and not threads_asked_for():
+            environment[THREADS] = str(max(1, usable_cores() // jobs))
         run_children([*program, "run", *words], environment, queue, jobs, show, say, _imports(words), not timed)
 
 
@@ -101,8 +101,6 @@ def _imports(words: Sequence[str]) -> tuple[str, ...]:
 def default_jobs() -> int:
     """Small networks leave most of a GPU idle, so several run at once there; on CPUs one at a time is faster."""
     import torch
-
-    from deephoyer.lab.runs.environment import usable_cores
 
     return max(1, min(16, usable_cores() // 2)) if torch.cuda.is_available() else 1
 

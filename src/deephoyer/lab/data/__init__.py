@@ -63,12 +63,12 @@ def on_device(choice: str | dict[str, Any], device: torch.device) -> Source:
     key = json.dumps(choice, sort_keys=True), device
     if key in _shared:
         return _shared[key]
-    found = load(choice).to(device)
-    if isinstance(found, Dataset):
-        found = found.in_floats()
-    if found.in_memory:
-        _shared[key] = found
-    return found
+    source = load(choice).to(device)
+    if isinstance(source, Dataset):
+        source = source.in_floats()
+    if source.in_memory:
+        _shared[key] = source
+    return source
 
 
 def fetch(name: str, source: str | None = None, say: Callable[[str], None] = lambda text: None) -> Path | None:

@@ -1,18 +1,20 @@
 """Where the images of a folder lie, and of which class each is. One is decoded only when it is asked for.
 
-Three layouts are told apart by what is there:
+Four layouts are told apart by what is there:
 - `train/<class>/…` and `val/<class>/…`, as most people and ImageNet's usual preparation have it;
 - Tiny-ImageNet's own: `train/<class>/images/…`, `val/images/…` with the classes in `val/val_annotations.txt`;
-- `val/<class>/…` alone, for evaluation.
+- `val/<class>/…` alone, for evaluation;
+- `train/<class>/…` or `<class>/…` alone, of which a share of each class is set aside for validation.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +29,8 @@ SUFFIXES = frozenset(
 """Files with other names are passed over, and counted."""
 ALIKE = {"train": ("training", "Train", "TRAIN"), "val": ("valid", "validation", "test", "Val", "VAL", "Test")}
 """What others call the two folders."""
+FILES_COMPARED = 100
+"""Of a split: so many files' sizes tell a folder from another with the same names, without looking at a million."""
 MOST_PIXELS = 100_000_000
 """Of one image; one that is larger counts as one that can't be read."""
 
@@ -56,23 +60,61 @@ class Files:
         return f"{self.root.name}/{self.paths[i].decode(errors='replace')}"
 
 
-def find(root: Path, key: str) -> tuple[Files | None, Files]:
-    """The training and the validation images below `root`; `key` says in errors whose folder it is."""
+def find(root: Path, key: str, val_split: float | None = None) -> tuple[Files | None, Files]:
+    """The training and the validation images below `root`; `key` says in errors whose folder it is.
+
+    Where there is no folder val, the share `val_split` of each class is for validation.
+    """
     if not root.is_dir():
-        raise UserError(f"{key}: {_not_a_folder(root)}; it should have train/<class>/ and val/<class>/ in it.")
-    has = {split: (root / split).is_dir() for split in ALIKE}
-    if not has["val"]:
         raise UserError(
-            f"{key}: {root} has no folder val; it should have train/<class>/ and val/<class>/ in it.{_hint(root)}"
+            f"{key}: {_not_a_folder(root)}; data.path is the folder that has train/<class>/ and val/<class>/ in it."
         )
+    has = {split: (root / split).is_dir() for split in ALIKE}
     if not has["train"] and _called(root, "train"):
         raise UserError(f"{key}: {root} has no folder train.{_hint(root)}")
+    if has["val"] and val_split is not None:
+        raise UserError(f"{key}: {root} has a folder val, so there is nothing to split: leave out data.val_split.")
+    if not has["val"] and val_split is None:
+        hint = _hint(root) or " Or set images of each class aside for it: data.val_split=0.2."
+        raise UserError(f"{key}: {root} has no folder val; it should have train/<class>/ and val/<class>/ in it.{hint}")
+    if val_split is not None:
+        return _divided(_by_folder(root / "train" if has["train"] else root, key), val_split, key)
     train = _by_folder(root / "train", key) if has["train"] else None
     annotated = (root / "val" / ANNOTATIONS).is_file()
     val = _annotated(root / "val", train, key) if annotated else _by_folder(root / "val", key)
     if train is not None and train.classes != val.classes:
         raise UserError(f"{key}: {_difference(train.classes, val.classes)}; both need the same class folders.")
     return train, val
+
+
+def _divided(files: Files, share: float, key: str) -> tuple[Files, Files]:
+    """Images for training and for validation: a share of each class, drawn by the images' paths.
+
+    So they are the same in every run and on every machine.
+    """
+    validation = np.zeros(len(files), dtype=bool)
+    for label, name in enumerate(files.classes):
+        own = np.flatnonzero(files.labels == label)
+        if len(own) < 2:
+            raise UserError(f"{key}: class {name} has a single image; data.val_split needs two or more of each class.")
+        drawn = sorted(own, key=lambda i: hashlib.sha256(bytes(files.paths[i])).digest())
+        validation[drawn[: min(max(1, round(share * len(own))), len(own) - 1)]] = True
+    train, val = (
+        replace(files, paths=files.paths[chosen], labels=files.labels[chosen]) for chosen in (~validation, validation)
+    )
+    return train, replace(val, others=Counter())  # counted once
+
+
+def fingerprint(files: Iterable[Files | None]) -> str:
+    """A digest of the images' paths and classes, and of the sizes of some files: the same wherever the folder lies."""
+    digest = hashlib.sha256()
+    for split in files:
+        if split is not None:
+            some = range(0, len(split), max(1, len(split) // FILES_COMPARED))
+            sizes = [split.path(i).stat().st_size if split.path(i).exists() else 0 for i in some]
+            digest.update(repr((split.classes, len(split), sizes)).encode(errors="surrogateescape"))
+            digest.update(split.labels.tobytes() + b"/".join(split.paths.tolist()))
+    return digest.hexdigest()[:16]
 
 
 def passed_over(files: Iterable[Files | None]) -> str | None:

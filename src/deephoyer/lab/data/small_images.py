@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from deephoyer.errors import UserError
-from deephoyer.lab.data.image_files import Files, passed_over, read_image
+from deephoyer.lab.data.image_files import Files, fingerprint, passed_over, read_image
 from deephoyer.lab.data.source import UNREADABLE, Images, Source, Split, seed_of
 
 TRIES = 10
@@ -54,6 +54,7 @@ class SmallImages(Source):
         self.classes = len(test.classes)
         self.unreadable = {}
         self.passed_over = passed_over(files.values())
+        self.fingerprint = fingerprint(files.values())
         self._tensors: dict[Split, tuple[Tensor, Tensor]] = {}
         for split, of in files.items():
             if of is not None:

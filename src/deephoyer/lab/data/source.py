@@ -59,6 +59,8 @@ class Source(ABC):
     skip_at_most: int
     passed_over: str | None = None
     """What a run tells at its start of files that are no images."""
+    fingerprint: str | None = None
+    """Tells folders of images apart whose recipes are the same; None where the name says which images they are."""
 
     @property
     @abstractmethod

@@ -11,7 +11,6 @@ import copy
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -21,10 +20,10 @@ from torch import Tensor
 
 from deephoyer.errors import UserError
 from deephoyer.files import kept_in, path_on_disk
-from deephoyer.lab.data.image_files import Files, find, passed_over, read_image
+from deephoyer.lab.cores import usable_cores
+from deephoyer.lab.data.image_files import Files, find, fingerprint, passed_over, read_image
 from deephoyer.lab.data.small_images import SmallImages
 from deephoyer.lab.data.source import UNREADABLE, Images, Source, Split, seed_of
-from deephoyer.lab.runs.environment import usable_cores
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 MOST_WORKERS = 16
@@ -50,7 +49,7 @@ class Streaming(Source):
     def __init__(
         self,
         name: str,
-        root: Path,
+        files: tuple[Files | None, Files],
         size: int,
         resize: int,
         crop: float,
@@ -61,13 +60,13 @@ class Streaming(Source):
     ):
         self.name, self.size = name, size
         self.mean, self.std = (IMAGENET_MEAN, IMAGENET_STD) if normalize else ((0.0,), (1.0,))
-        train, test = find(root, f"data {name}")
-        self.files: dict[Split, Files | None] = {"train": train, "test": test}
-        self.classes = len(test.classes)
+        self.files: dict[Split, Files | None] = dict(zip(("train", "test"), files, strict=True))
+        self.classes = len(files[1].classes)
         self.workers = default_workers() if workers is None else workers
         self.skip_at_most = skip_at_most
         self.unreadable = {}
         self.passed_over = passed_over(self.files.values())
+        self.fingerprint = fingerprint(self.files.values())
         self.device = torch.device("cpu")
         self._reader = _Reader(self.files, size, *_transforms(size, resize, crop, flip))
         self._queue = _Queue()
@@ -224,6 +223,7 @@ def folder(
     skip_at_most: int = 100,
     title: str = "folder",
     memory: bool = False,
+    val_split: float | None = None,
 ) -> Streaming | SmallImages:
     """your own images: `path` has train/<class>/ and val/<class>/; read from the disk as they are needed
 
@@ -231,6 +231,7 @@ def folder(
     centre of the image after its shorter side is `resize` (an eighth more than `size` unless said). Without a `path`
     it is looked for as `title` in $DEEPHOYER_DATA. Up to `skip_at_most` images that can't be read are left out.
     With `memory`, images that are small and all of one size are decoded once, and cropped and resized on the device.
+    Without a folder val, `val_split` is the share of each class's images that takes its place.
     """
     whole = {"size": size, "skip_at_most": skip_at_most}
     whole |= {k: v for k, v in (("resize", resize), ("workers", workers)) if v is not None}
@@ -243,6 +244,8 @@ def folder(
             raise UserError(f"data: {key} is {said!r}; it must be true or false.")
     if isinstance(crop, bool) or not isinstance(crop, int | float) or not 0 < crop <= 1:
         raise UserError(f"data: crop is {crop!r}; it must be a share of an image's area, above 0 and at most 1.")
+    if val_split is not None and (not isinstance(val_split, float) or not 0 < val_split < 1):
+        raise UserError(f"data: val_split is {val_split!r}; it must be a share of the images, between 0 and 1.")
     if resize is not None and resize < size:
         raise UserError(f"data: resize is {resize}, but size is {size}: images would get black borders.")
     for key, text in (("path", path), ("title", title)):
@@ -252,8 +255,9 @@ def folder(
     root = kept_in(title) if path is None else path_on_disk(path)
     if path is None and not root.is_dir():
         raise UserError(f"data {title}: where is it? Give data.path=FOLDER, or put it at {root} ($DEEPHOYER_DATA).")
-    made = Streaming(title, root, size, resize or size * 8 // 7, crop, flip, normalize, workers, skip_at_most)
-    return made.held(crop, flip) if memory else made
+    files = find(root, f"data {title}", val_split)
+    source = Streaming(title, files, size, resize or size * 8 // 7, crop, flip, normalize, workers, skip_at_most)
+    return source.held(crop, flip) if memory else source
 
 
 def imagenet(
@@ -263,11 +267,11 @@ def imagenet(
 
     Without a `path` it is looked for as `imagenet` in $DEEPHOYER_DATA.
     """
-    found = folder(path, size, resize, workers=workers, skip_at_most=skip_at_most, title="imagenet")
-    assert isinstance(found, Streaming)
-    if found.classes != 1000:
-        raise UserError(f"data imagenet: {found.classes} class folders were found, ImageNet has 1,000.")
-    return found
+    source = folder(path, size, resize, workers=workers, skip_at_most=skip_at_most, title="imagenet")
+    assert isinstance(source, Streaming)
+    if source.classes != 1000:
+        raise UserError(f"data imagenet: {source.classes} class folders were found, ImageNet has 1,000.")
+    return source
 
 
 def tiny_imagenet(

@@ -107,8 +107,10 @@ def _letters(name: str) -> str:
 def _made(maker: Callable[..., nn.Module], settings: dict[str, Any]) -> nn.Module:
     try:
         return maker(**settings)
+    except UserError:
+        raise
     except (TypeError, ValueError, RuntimeError) as why:
-        raise UserError(f"with {shown(settings)} it can't be made: {shown(str(why), 200)}.") from None
+        raise UserError(f"with {shown(settings)} it can't be made: {first_line(why)}.") from None
 
 
 def describe() -> list[tuple[str, str]]:

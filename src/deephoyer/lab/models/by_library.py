@@ -40,8 +40,8 @@ def input_shape(name: str) -> tuple[int, ...]:
     if library == "timm":
         import timm
 
-        told = timm.get_pretrained_cfg(network)
-        return tuple(told.input_size) if told is not None else (3, 224, 224)
+        config = timm.get_pretrained_cfg(network)
+        return tuple(config.input_size) if config is not None else (3, 224, 224)
     side = 299 if network == "inception_v3" else 224
     return 3, side, side
 
@@ -59,10 +59,10 @@ def _make_torchvision(network: str, classes: int = 1000, **settings: Any) -> nn.
 
     if network in ("googlenet", "inception_v3"):  # their outputs for training alone would be a second kind of result
         settings = {"aux_logits": False, "init_weights": True} | settings
-    made: nn.Module = torchvision.models.get_model(
+    model: nn.Module = torchvision.models.get_model(
         network, weights=None, num_classes=positive_whole(classes, "classes"), **settings
     )
-    return made
+    return model
 
 
 def _timm(network: str) -> Callable[..., nn.Module]:
@@ -77,10 +77,10 @@ def _make_timm(network: str, classes: int = 1000, **settings: Any) -> nn.Module:
 
     if "checkpoint_path" in settings:  # older versions of timm unpickle it
         raise UserError("weights come from a file that a recipe's start names, not from checkpoint_path.")
-    made: nn.Module = timm.create_model(
+    model: nn.Module = timm.create_model(
         network, pretrained=False, num_classes=positive_whole(classes, "classes"), **settings
     )
-    return made
+    return model
 
 
 _LIBRARIES: dict[str, Callable[[str], Callable[..., nn.Module]]] = {"torchvision": _torchvision, "timm": _timm}

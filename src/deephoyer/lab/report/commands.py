@@ -5,8 +5,9 @@ They read words, call the rooms, and print; heavy modules are imported when a co
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,8 +20,21 @@ RESULTS, FIGURES = Path("results"), ("contours", "descent", "histograms", "front
 ResultsFolder = Annotated[Path, typer.Option("--results", help="the folder of records")]
 
 
+def _place(words: list[str]) -> tuple[list[Path], dict[str, Any]]:
+    """Paths, and settings of the data on this machine: what is typed as data.path=…"""
+    from deephoyer.lab import recipe as recipes
+    from deephoyer.lab.choices import OF_THIS_MACHINE
+
+    settings = [word for word in words if re.match(r"data\.\w+=", word)]
+    place = recipes.choices(settings).get("data", {})
+    for key in place:
+        if key not in OF_THIS_MACHINE:
+            raise UserError(f"data.{key}: it would be another run; only data.path and data.workers can be given here.")
+    return [Path(word) for word in words if word not in settings], place
+
+
 def publish(
-    runs: Annotated[list[Path], typer.Argument(help="folders of finished runs")],
+    words: Annotated[list[str], typer.Argument(metavar="RUN... [data.path=…]", help="folders of finished runs")],
     row: Annotated[str | None, typer.Option("--as", help="the title of its row in the tables")] = None,
     tag: Annotated[list[str] | None, typer.Option("--tag", help="its purpose: best, ablation, front, …")] = None,
     note: Annotated[list[str] | None, typer.Option("--note", help="a sentence to store in the record")] = None,
@@ -30,8 +44,9 @@ def publish(
     """Writes a record and the weights of each finished run into results/: small enough to commit."""
     from deephoyer.lab.report.publish import publish as write
 
+    runs, place = _place(words)
     for run in runs:
-        record = write(run, results, row=row, tags=tag or (), notes=note or (), keep_weights=weights)
+        record = write(run, results, row=row, tags=tag or (), notes=note or (), keep_weights=weights, place=place)
         measured, before = record.measured, record.weights.right_in_float32
         stored = "" if before is None else f" as stored in float16 ({before / measured.images:.2%} in float32)"
         nonzeros = f"{measured.total.nonzeros:,} nonzeros"
@@ -39,20 +54,27 @@ def publish(
 
 
 def verify(
-    paths: Annotated[list[Path] | None, typer.Argument(help="records or folders of records; default: results")] = None,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RECORD...] [data.path=…]",
+            help="records or folders of records (default: results), and where their data are on this machine",
+        ),
+    ] = None,
 ) -> None:
     """Loads published networks, evaluates them on the real test set, counts again, and compares with their records."""
     from deephoyer.lab.report.verify import verify as outcomes
 
     seen = []
-    for outcome in outcomes(paths or [RESULTS]):
+    paths, place = _place(words or [])
+    for outcome in outcomes(paths or [RESULTS], place):
         seen.append(outcome.verdict)
         typer.echo(str(outcome))
         for difference in outcome.differences:
             typer.echo(f"       {difference}")
     failed, without = seen.count("FAILED"), seen.count("weights not kept")
     held = f"{seen.count('ok')} of {len(seen) - without} records verified"
-    typer.echo(f"{held}: equal counts, accuracy within 2 of 10,000 images, of the networks as they are stored")
+    typer.echo(f"{held}: equal counts, accuracy within 2 of 10,000 images (1 of few), networks as they are stored")
     if without:
         typer.echo(f"{without} more without weights: their numbers are consistent, nothing was measured")
     if failed:

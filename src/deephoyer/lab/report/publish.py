@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,8 +16,9 @@ from deephoyer.errors import UserError
 from deephoyer.export import load
 from deephoyer.export.network_file import encode
 from deephoyer.lab import models
+from deephoyer.lab.choices import OF_THIS_MACHINE
 from deephoyer.lab.open_network import input_shape
-from deephoyer.lab.recipe import Command
+from deephoyer.lab.recipe import Command, title
 from deephoyer.lab.report import record as records
 from deephoyer.lab.report import stored_weights
 from deephoyer.lab.report.measure import measure, timings
@@ -27,12 +28,23 @@ from deephoyer.lab.runs.folder import RunFolder
 from deephoyer.lab.schema import TITLES, Recipe
 from deephoyer.lab.train.result import COMPACT, read_record
 
-APART = 20
-"""By how many images of 10,000 the run's accuracy and ours may differ, as a GPU rounds differently."""
-PLACE = ("data.path=", "data.workers=")
-"""Overrides with this machine's location of the data: not part of a record."""
-TOLERANCE = 2 / 10_000
+ROUNDING_OF_GPU = 20 / 10_000
+"""The share of test images by which the run's accuracy and ours may differ, as a GPU rounds differently."""
+ROUNDING = 2 / 10_000
 """The share of test images whose prediction may differ on another machine, or with matrices in half precision."""
+
+
+def is_rounding(difference: int, images: int, share: float = ROUNDING) -> bool:
+    """Whether a number of images that fall otherwise may come from rounding; one image may, however few there are.
+
+    >>> is_rounding(2, 10_000), is_rounding(3, 10_000), is_rounding(-1, 30)
+    (True, False, True)
+    """
+    return abs(difference) <= max(1.0, share * images)
+
+
+PLACES = tuple(f"data.{key}=" for key in OF_THIS_MACHINE)
+"""Overrides that are no part of a record."""
 
 
 def publish(
@@ -43,14 +55,16 @@ def publish(
     tags: Sequence[str] = (),
     notes: Sequence[str] = (),
     keep_weights: bool = True,
+    place: Mapping[str, Any] = {},
 ) -> Record:
     """Writes the record of a finished run into the folder `results`, and its weights into `results/weights`.
 
     `row` is the title of its row in the tables, `tags` what it is for (`best`, `ablation`, `front`). Without
-    `keep_weights` the record has their digest alone.
+    `keep_weights` the record has their digest alone. `place` has settings of the data on this machine, like their path.
     """
     folder, results = RunFolder(run), Path(results)
     summary, recipe, words = finished(folder)
+    recipe = recipe.here(place)
     model = models.of(recipe.model)
     checkpoint.fill(model, folder / recipe.result_file, str(folder.path))
     compacted = "compact" in summary
@@ -66,7 +80,7 @@ def publish(
     record = Record(
         base=words.base,
         overrides=words.overrides,
-        row=row or words.base,
+        row=row or title(words.base),
         tags=tuple(tags),
         protocol=recipe.epoch_selection,
         digest=recipe.digest(),
@@ -115,7 +129,7 @@ def smallest(
         stored = measure(copy.deepcopy(halved), recipe, measured.compact is not None)
         same = measured.model_copy(update={"right": stored.right, "right5": stored.right5}) == stored
         apart = max(abs(stored.right - measured.right), abs((stored.right5 or 0) - (measured.right5 or 0)))
-        if same and apart <= TOLERANCE * stored.images:
+        if same and apart <= ROUNDING * stored.images:
             return encode(halved, {}, origin), stored, "float16"
     return encode(model, {}, origin), measured, "float32"
 
@@ -147,7 +161,7 @@ def finished(folder: RunFolder) -> tuple[dict[str, Any], Recipe, Command]:
             f"{folder.path}: does not say which command started it (command.json); "
             "only runs that `deephoyer run` or a search started can be published."
         )
-    words = Command(words.base, tuple(word for word in words.overrides if not word.startswith(PLACE)))
+    words = Command(words.base, tuple(word for word in words.overrides if not word.startswith(PLACES)))
     _no_files_of_this_machine(folder, [words.base, *words.overrides, recipe.anywhere().model_dump(mode="json")])
     _no_test_images_behind(folder, recipe)
     return summary, recipe, words
@@ -180,7 +194,7 @@ def _agree(folder: RunFolder, summary: dict[str, Any], measured: Measured, last:
     if then != now:
         raise UserError(f"{folder.path}: summary.json has {then:,} nonzeros, its network {now:,}.")
     seen = summary["accuracy"][last]
-    if abs(seen - measured.accuracy) * 10_000 > APART:
+    if not is_rounding(round(seen * measured.images) - measured.right, measured.images, ROUNDING_OF_GPU):
         raise UserError(f"{folder.path}: summary.json has accuracy {seen}, its network {measured.accuracy}.")
 
 

@@ -217,7 +217,9 @@ def place(record: Record, taken: bool = False) -> Path:
     A piece of the digest tells runs of one row apart: in `ablation` and `front`, and where the name is `taken`.
     """
     own = next((tag for tag in EXPERIMENTS if tag in record.tags), None)
-    folder = Path(record.network) / (own or Path(record.base).parent.name or "own")
+    network = re.sub(r"[^\w.-]+", "-", record.network)  # torchvision:resnet18
+    file = Path(record.base).suffix in (".yaml", ".yml")  # a user's: its folder says nothing to others
+    folder = Path(network) / (own or ("" if file else Path(record.base).parent.name) or "own")
     end = f"-{record.digest[:8]}-s{record.seed}.json" if own or taken else f"-s{record.seed}.json"
     room = LONGEST_PATH - len((RESULTS / folder / end).as_posix())
     words = [*re.findall(r"[a-z0-9.]+", record.row.lower()), record.protocol]

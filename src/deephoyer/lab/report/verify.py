@@ -1,13 +1,13 @@
 """Verification: a record is looked through, its network loaded, measured again and compared, number by number.
 
-Counts must be the same. Of the test images, up to two in 10,000 may come out otherwise: the order of
-float32 additions differs between machines, and an image whose two best classes are that close may fall
-to either side. Nothing is unpickled, and nothing but the record's own recipe is asked.
+Counts must be the same. Of the test images, up to two in 10,000 (one of fewer) may come out otherwise: the order of
+float32 additions differs between machines, and an image whose two best classes are that close may fall to either side.
+Nothing is unpickled, and nothing but the record's own recipe is asked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from deephoyer.export import load
 from deephoyer.lab.open_network import built_for
 from deephoyer.lab.report import record as records
 from deephoyer.lab.report.measure import measure
-from deephoyer.lab.report.publish import APART, TOLERANCE
+from deephoyer.lab.report.publish import ROUNDING_OF_GPU, is_rounding
 from deephoyer.lab.report.record import Measured, Record
 from deephoyer.lab.report.stored_weights import read_weights
 from deephoyer.lab.schema import TITLES
@@ -45,15 +45,18 @@ class Outcome:
         return f"{self.verdict:6} {self.path}{seen}{widths}"
 
 
-def verify(paths: Iterable[str | Path]) -> Iterator[Outcome]:
-    """An outcome for each record, as they come; a path is a record or a folder of many."""
+def verify(paths: Iterable[str | Path], place: Mapping[str, Any] = {}) -> Iterator[Outcome]:
+    """An outcome for each record, as they come; a path is a record or a folder of many.
+
+    `place` has settings of the data on this machine, like their path.
+    """
     files = [file for path in paths for file in records.find(Path(path))]
     if not files:
         raise UserError("there are no records to verify there.")
-    return (check(file) for file in dict.fromkeys(files))
+    return (check(file, place) for file in dict.fromkeys(files))
 
 
-def check(path: Path) -> Outcome:
+def check(path: Path, place: Mapping[str, Any] = {}) -> Outcome:
     """One record; what can't be read at all is a difference, too, so that the others are still looked at."""
     outcome = Outcome(path)
     try:
@@ -63,7 +66,8 @@ def check(path: Path) -> Outcome:
         if record.weights.file is not None:
             file = read_weights(records.results_of(path), record.weights.file, record.weights.sha256)
             model = load(file, built_for(file, record.settings.model))
-            outcome.measured = measure(model, record.settings, record.measured.compact is not None)
+            recipe = record.settings.here(place)
+            outcome.measured = measure(model, recipe, record.measured.compact is not None)
             outcome.differences += compare(record.measured, outcome.measured)
     except UserError as why:
         outcome.differences.append(str(why))
@@ -76,7 +80,9 @@ def contradictions(record: Record) -> list[str]:
     titles = [TITLES[stage] for stage in record.settings.stages() if stage != "start"]
     lines += [f"accuracy.{title}: the record says nothing" for title in titles if title not in record.accuracy]
     seen = record.accuracy.get(titles[-1])
-    if seen is not None and abs(seen - measured.accuracy) * 10_000 > APART:
+    if seen is not None and not is_rounding(
+        round(seen * measured.images) - measured.right, measured.images, ROUNDING_OF_GPU
+    ):
         lines.append(_line(f"accuracy.{titles[-1]}", seen, measured.accuracy))
     for key in ("nonzeros", "macs_paper"):
         layers = sum(getattr(layer, key) for layer in measured.layers)
@@ -90,9 +96,9 @@ def contradictions(record: Record) -> list[str]:
 def compare(said: Measured, seen: Measured) -> list[str]:
     """One line for every number that differs."""
     lines = []
-    if said.images != seen.images or abs(said.right - seen.right) > TOLERANCE * seen.images:
+    if said.images != seen.images or not is_rounding(said.right - seen.right, seen.images):
         lines.append(_line("test images right", f"{said.right} of {said.images}", f"{seen.right} of {seen.images}"))
-    if said.right5 is not None and abs(said.right5 - (seen.right5 or 0)) > TOLERANCE * seen.images:
+    if said.right5 is not None and not is_rounding(said.right5 - (seen.right5 or 0), seen.images):
         lines.append(_line("test images right in five guesses", said.right5, seen.right5))
     if said.layer_widths != seen.layer_widths:
         lines.append(_line("layer_widths", said.layer_widths, seen.layer_widths))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import subprocess
 from collections.abc import Iterator
@@ -61,11 +60,6 @@ def tuned(precision: str) -> Iterator[None]:
     finally:
         torch.set_float32_matmul_precision(before[0])
         torch.backends.cudnn.benchmark = before[1]
-
-
-def usable_cores() -> int:
-    """The processor's cores that this process may use: in containers often fewer than there are."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def pick_device(choice: str) -> torch.device:

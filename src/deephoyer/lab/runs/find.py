@@ -16,6 +16,7 @@ from deephoyer.errors import UserError
 from deephoyer.export import provenance
 from deephoyer.files import path_on_disk
 from deephoyer.lab.choices import Choice
+from deephoyer.lab.data import Source, load
 from deephoyer.lab.recipe import Command, parse
 from deephoyer.lab.schema import Recipe, Teacher, is_file
 
@@ -92,6 +93,15 @@ def _recipe_of(path: Path) -> dict[str, Any]:
         return parse(beside.read_text(encoding="utf-8"), str(beside)).model_dump(mode="json")
 
 
+def _fingerprint(data: Choice) -> str | None:
+    """Which images a recipe's data are; None where its name says so, or where they are not on this machine."""
+    try:
+        source: Source = load(data)
+    except UserError:
+        return None
+    return source.fingerprint
+
+
 def _find_run(recipe: Recipe, key: str, command: Command) -> Path | None:
     """The final network of a run with the recipe's identity and seed; one that is not finished is refused."""
     digest = recipe.digest()
@@ -103,10 +113,14 @@ def _find_run(recipe: Recipe, key: str, command: Command) -> Path | None:
             content = json.loads(text) if digest in text else None  # few of thousands need parsing
         except (OSError, ValueError):
             continue
-        if isinstance(content, dict) and {k: content.get(k) for k in identity} == identity:
-            if (path.parent / "summary.json").exists():
-                return path.parent / recipe.result_file
-            unfinished = unfinished or path.parent
+        if not isinstance(content, dict) or {k: content.get(k) for k in identity} != identity:
+            continue
+        images = content.get("images")
+        if images is not None and _fingerprint(recipe.data) not in (None, images):  # of another folder
+            continue
+        if (path.parent / "summary.json").exists():
+            return path.parent / recipe.result_file
+        unfinished = unfinished or path.parent
     if unfinished:
         raise UserError(f"{key}: the run in {unfinished} is not finished; `{command}` finishes it.")
     return None

@@ -15,7 +15,7 @@ from typing import Any, TextIO
 from deephoyer.errors import UserError
 from deephoyer.files import plain_file, remove_leftovers, write_atomically
 from deephoyer.lab import recipe as recipes
-from deephoyer.lab.choices import what_data
+from deephoyer.lab.choices import named, what_data
 from deephoyer.lab.recipe import Command
 from deephoyer.lab.schema import DESCRIPTIVE, STAGES, Recipe
 
@@ -120,12 +120,22 @@ class RunFolder:
         if not (self.path / "summary.json").exists():
             return False
         own = self.recipe()
-        return own is not None and (own.digest(), own.seed) == (recipe.digest(), recipe.seed)
+        if own is None or (own.digest(), own.seed) != (recipe.digest(), recipe.seed):
+            return False
+        return named(own.data)[1].get("path") == named(recipe.data)[1].get("path")  # else the images are compared
 
-    def write_command(self, command: Command | None, recipe: Recipe) -> None:
-        """Writes the command, the complete recipe, and the run's identity, by which other runs find it."""
+    def has_networks(self) -> bool:
+        """Whether a stage has ended here, even if its checkpoints have been deleted since."""
+        return any(self.path.glob("*.safetensors"))
+
+    def write_command(self, command: Command | None, recipe: Recipe, images: str | None = None) -> None:
+        """Writes the command, the complete recipe, and the run's identity, by which other runs find it.
+
+        `images` is the fingerprint of a folder of images.
+        """
         typed = {"base": command.base, "overrides": list(command.overrides)} if command else {"base": None}
-        self.write_json(COMMAND, typed | {"digest": recipe.digest(), "seed": recipe.seed})
+        identity = {"digest": recipe.digest(), "seed": recipe.seed} | ({"images": images} if images else {})
+        self.write_json(COMMAND, typed | identity)
         write_atomically(self.path / RECIPE, recipe.to_yaml().encode())
 
     def check(self, wanted: Recipe, stage: str, epoch: int, round: int = 0) -> None:
@@ -144,6 +154,18 @@ class RunFolder:
                     f"run folder {self.path}: belongs to another recipe ({_difference(key, theirs[key], mine[key])}). "
                     "Give another folder with --out, or delete this one."
                 )
+
+    def check_images(self, images: str | None) -> None:
+        """Refuses to resume with other images than those of the folder's run, which may have moved."""
+        recipe = self.recipe()
+        content = self.read_json(COMMAND) if recipe is not None else None
+        before = content.get("images") if isinstance(content, dict) else None
+        if recipe is not None and before not in (None, images):
+            path = named(recipe.data)[1].get("path")
+            raise UserError(
+                f"run folder {self.path}: was made with other images{f' (data.path was {path})' if path else ''}. "
+                "Give another folder with --out, or delete this one."
+            )
 
     # Metrics: one line per epoch; a resumed run cuts off what came after its checkpoint.
 

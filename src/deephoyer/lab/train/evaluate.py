@@ -6,19 +6,21 @@ In runs between epochs and at the end of stages, and for networks in files (`dee
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from deephoyer.errors import UserError, first_line, unknown
 from deephoyer.export import provenance
 from deephoyer.lab import data as datasets
-from deephoyer.lab.choices import Choice, named
+from deephoyer.lab.choices import Choice, named, what_data
 from deephoyer.lab.data.source import TEST, UNREADABLE, Images, Source
 from deephoyer.lab.open_network import file_of, open_network
+from deephoyer.lab.runs.folder import RunFolder
 
 MANY_CLASSES = 10
 """With more classes than this, top-5 accuracy is measured as well."""
@@ -63,6 +65,20 @@ def count_correct(forward: Callable[[Tensor], Tensor], source: Source, images: I
     return torch.zeros(3, dtype=torch.int64) if total is None else total
 
 
+@torch.no_grad()
+def count_outputs(network: nn.Module, image: Tensor, name: str) -> int:
+    """How many classes a network has outputs for; `name` says in errors which one can't read the image."""
+    try:
+        outputs = network(image)
+    except (RuntimeError, AssertionError, ValueError, TypeError, IndexError) as why:  # each library has its own
+        shape = "×".join(map(str, image.shape[1:]))
+        raise UserError(f"{name} can't read images of {shape}: {first_line(why).rstrip('.!')}.") from None
+    if not isinstance(outputs, Tensor) or outputs.dim() != 2:
+        kind = f"shape {tuple(outputs.shape)}" if isinstance(outputs, Tensor) else f"type {type(outputs).__name__}"
+        raise UserError(f"{name} has outputs of {kind}; it must have one number for each image and class.")
+    return outputs.shape[1]
+
+
 def evaluate_file(
     path: Path, words: Mapping[str, Any], device: torch.device, batch: int = 100
 ) -> tuple[Correct, Source]:
@@ -76,11 +92,7 @@ def evaluate_file(
     network, _ = open_network(path, words.get("model"))
     source = datasets.load(_data_for(path, words.get("data"))).to(device)
     network = network.float().to(device).to(memory_format=torch.channels_last)
-    try:
-        outputs = network(source.example(1)).shape[1]
-    except RuntimeError as why:
-        shape = "×".join(map(str, source.input_shape))
-        raise UserError(f"{path} can't read images of {shape}: {first_line(why)}.") from None
+    outputs = count_outputs(network, source.example(1), str(path))
     if outputs != source.classes:
         raise UserError(f"{path} has {outputs} outputs, but the data has {source.classes} classes.")
     return Correct.read(count_correct(network, source, TEST, batch), source), source
@@ -99,4 +111,8 @@ def _own_data(path: Path) -> str | dict[str, Any]:
     data = recipe.get("data") if isinstance(recipe, Mapping) else None
     if not isinstance(data, str | dict):
         raise UserError(f"{path} does not say what data it is for; give it with data=NAME or data={{name: …}}.")
+    with suppress(UserError):
+        run = RunFolder(path.parent).recipe()  # which knows where they lie
+        if run is not None and what_data(run.data) == what_data(data):
+            return run.data
     return data

@@ -18,6 +18,8 @@ from contextlib import contextmanager
 
 import torch
 
+from deephoyer.lab.cores import THREADS, threads_asked_for
+
 CONTROL = "nvidia-cuda-mps-control"
 BESIDE_THE_DRIVER = "/usr/local/nvidia/bin"
 """The folder of the driver's programs in containers, which is often not on the PATH."""
@@ -34,7 +36,7 @@ def runs_per_gpu(devices: list[str], jobs: int) -> int:
 
 def one_thread() -> dict[str, str]:
     """One CPU thread for processes that work on a GPU: the threads of many processes would compete."""
-    return {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": "1"}
+    return {} if threads_asked_for() else {THREADS: "1"}
 
 
 def part(processes: int) -> dict[str, str]:

@@ -68,7 +68,9 @@ def finish(run: Run) -> dict[str, Any]:
         record["not_tidied"] = why_not
     if run.state.prune_value is not None:
         record["prune_value"] = run.state.prune_value
-    origin = {"recipe": record["recipe"], "accuracy": run.state.accuracy, "protocol": run.recipe.epoch_selection}
+    # Files are given to others: where the data lie here is in the folder's recipe.yaml alone.
+    recipe = run.recipe.anywhere().model_dump(mode="json")
+    origin = {"recipe": recipe, "accuracy": run.state.accuracy, "protocol": run.recipe.epoch_selection}
     file = run.recipe.result_file
     files = record["files"] = {file: save(final, run.folder / file, masks=_zeros(final, run.masks), provenance=origin)}
     try:

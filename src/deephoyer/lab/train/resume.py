@@ -89,7 +89,8 @@ class Checkpoints:
         """The newest checkpoint of the folder, which must be of the run's recipe."""
         run, newest = self.run, checkpoint.newest(self.run.folder.checkpoints)
         state = State.read(newest[1]) if newest else run.state
-        run.folder.check(run.recipe, state.stage, state.epoch + (state.step > 0), state.round)
+        if newest is not None or run.folder.has_networks():  # nothing is lost of a run that has trained nothing yet
+            run.folder.check(run.recipe, state.stage, state.epoch + (state.step > 0), state.round)
         if newest is None and (run.folder / "summary.json").exists():
             raise UserError(
                 f"run folder {run.folder.path}: contains the result of a run whose checkpoints were deleted, which "

@@ -32,7 +32,7 @@ from deephoyer.lab.schema import TITLES, Recipe
 from deephoyer.lab.train import batches
 from deephoyer.lab.train.distill import Teachers, teachers_of
 from deephoyer.lab.train.distributed import Processes, local_device, process_group
-from deephoyer.lab.train.evaluate import Correct, count_correct
+from deephoyer.lab.train.evaluate import Correct, count_correct, count_outputs
 from deephoyer.lab.train.loop import Diverged, TrainingLoop
 from deephoyer.lab.train.progress import Silent
 from deephoyer.lab.train.pruning import pruned, warning_of_loss
@@ -104,9 +104,11 @@ class Run:
         self.device = local_device(environment.pick_device(self.recipe.device))
         tensors = self.checkpoints.read_state()
         self.processes.together(self._build)
+        if tensors is not None:
+            self.processes.on_main(lambda: self.folder.check_images(self.data.fingerprint))
         if self.processes.main:
             if not self.finished():
-                self.folder.write_command(self.command, self.recipe)
+                self.folder.write_command(self.command, self.recipe, self.data.fingerprint)
                 where = environment.describe(self.device) | {"processes": self.processes.count}
                 self.folder.write_json("environment.json", where)
             self.folder.cut_metrics(self.state.metrics_size)
@@ -171,15 +173,9 @@ class Run:
 
     def _try_one_image(self) -> None:
         """The model must accept the data's images, and have one output for each of its classes."""
-        image = self.data.first(Images("train"), 1)
-        try:
-            with torch.no_grad():
-                outputs = self.model.eval()(image).shape[1]
-        except RuntimeError as why:
-            seen = "×".join(map(str, image.shape[1:]))
-            raise UserError(f"model: {self.recipe.model} can't read images of {seen}: {why}.") from None
+        name = named(self.recipe.model)[0]
+        outputs = count_outputs(self.model.eval(), self.data.first(Images("train"), 1), f"model: {name}")
         if outputs != self.data.classes:
-            name = named(self.recipe.model)[0]
             raise UserError(
                 f"model: {name} has {outputs} outputs, but the data has {self.data.classes} classes; write "
                 f"model: {{name: {name}, classes: {self.data.classes}}}."
