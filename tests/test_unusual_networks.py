@@ -499,6 +499,53 @@ def test_a_map_of_one_place_shows_no_borders_but_larger_inputs_have_them():
     assert largest_gap(net(x), small(x)) < 1e-12
 
 
+def summed(net, x):
+    return net.o(F.relu(net.a(x)).sum(1))
+
+
+def by_its_place(net, x):
+    return net.o(F.relu(net.a(x)) + torch.arange(x.shape[1], dtype=x.dtype)[:, None])
+
+
+def by_the_number_of_tokens(net, x):
+    return net.o(F.relu(net.a(x)) * x.shape[1] ** 0.5)
+
+
+@pytest.mark.parametrize("forward", [summed, by_its_place, by_the_number_of_tokens])
+@pytest.mark.parametrize("tokens", [1, 6])
+def test_what_depends_on_the_number_of_tokens_is_no_constant(forward, tokens):
+    net = Net(forward, **linears(a=(5, 16), o=(16, 3)))
+    net.a.weight.data[::2], net.a.bias.data[::2] = 0, 0.3
+    small = dh.compact(net, numbers(2, tokens, 5))
+    for others in (numbers(2, 9, 5), numbers(1, 1, 5)):
+        assert largest_gap(net(others), small(others)) < 1e-12
+
+
+def test_what_a_network_notes_of_its_inputs_is_not_changed_by_compaction():
+    def forward(net, x):
+        h = F.relu(net.a(x))
+        net.peak.copy_(torch.maximum(net.peak, h.max()))
+        net.last = h
+        return net.o(h)
+
+    net, x = Net(forward, **linears(a=(5, 16), o=(16, 3))), numbers(4, 5)
+    net.register_buffer("peak", torch.zeros(()).double())
+    net.a.weight.data[::2], net.a.bias.data[::2] = 0, 0.3
+    small = dh.compact(net, x)
+    assert compact_report(small).folded == {"o": 8} and small.peak == 0 and not hasattr(small, "last")
+
+
+def test_a_network_with_a_state_of_its_own_is_compared_from_the_same_state():
+    def forward(net, x):
+        net.state.mul_(0.9).add_(net.b(F.relu(net.a(x))).mean(0))
+        return net.state
+
+    net, x = Net(forward, **linears(a=(5, 16), b=(16, 3))), numbers(4, 5)
+    net.register_buffer("state", torch.zeros(3).double())
+    small = half_of(net, x)
+    assert small.a.out_features == 8 and not small.state.any() and largest_gap(net(x), small(x)) < 1e-12
+
+
 # Joints.
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, ParamSpec, TypeVar
 
@@ -122,12 +122,42 @@ def moved(examples: Examples, place: torch.device) -> tuple[tuple[Any, ...], dic
 
 
 @contextmanager
-def same_draws(model: nn.Module) -> Iterator[None]:
-    """Within it a network that draws random numbers (a sampler, noise) draws the same ones every time."""
+def same_start(model: nn.Module) -> Iterator[None]:
+    """Within it a network starts as it does every time: it draws the same random numbers, and what it writes into its
+    buffers and attributes (a hidden state, the range of what it has seen) is gone afterwards.
+    """
     place = device_of(model)
-    with torch.random.fork_rng([place] if place.type == "cuda" else [], device_type="cuda"):
+    with (
+        torch.random.fork_rng([place] if place.type == "cuda" else [], device_type="cuda"),
+        state_kept(model.modules()),
+    ):
         torch.manual_seed(0)
         yield
+
+
+@contextmanager
+def state_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Modules run on copies of their buffers, and of tensors that are plain attributes; afterwards they have their own.
+
+    >>> norm = nn.BatchNorm1d(1)
+    >>> with state_kept([norm]):
+    ...     _ = norm(torch.ones(2, 1))
+    >>> norm.running_mean.item()
+    0.0
+    """
+    plain = [module for module in modules if not isinstance(module, torch.jit.ScriptModule)]
+    homes = [home for module in plain for home in (module._buffers, vars(module))]
+    before = [{key: value for key, value in home.items() if isinstance(value, Tensor)} for home in homes]
+    copies = {id(tensor): tensor.detach().clone() for tensors in before for tensor in tensors.values()}
+    for home, tensors in zip(homes, before, strict=True):
+        home.update({key: copies[id(tensor)] for key, tensor in tensors.items()})
+    try:
+        yield
+    finally:
+        for home, tensors in zip(homes, before, strict=True):
+            for key in [key for key, value in home.items() if isinstance(value, Tensor) and key not in tensors]:
+                del home[key]
+            home.update(tensors)
 
 
 def try_call(model: nn.Module, examples: Examples, what: str = "example inputs") -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -58,6 +58,30 @@ def one_sample(inputs: Examples) -> Examples:
     if len(counts) != 1 or counts <= {0, 1}:
         return inputs
     return pytree.tree_map(lambda t: t[:1] if isinstance(t, Tensor) else t, inputs)
+
+
+def other_sizes(inputs: Examples) -> Iterator[tuple[Examples, ...]]:
+    """The examples in other sizes that a network may be given: longer texts, larger pictures, another batch.
+
+    For each dimension, and for those of a picture together, several to try: a network may take only some of them.
+    Tensors that are as long there as the first one change with it.
+    """
+    tensors = tensors_in(inputs)
+    dims = max((t.dim() for t in tensors), default=0)
+    for changed in [*((d,) for d in range(dims)), *([tuple(range(2, dims))] if dims > 3 else [])]:
+        sizes = {d: next(t.shape[d] for t in tensors if t.dim() > d) for d in changed}
+        factors = [f for f in (0.5, 2, 0.25) if all(int(size * f) for size in sizes.values())]
+        yield tuple(_scaled(inputs, sizes, factor) for factor in factors)
+
+
+def _scaled(inputs: Examples, sizes: dict[int, int], factor: float) -> Examples:
+    def fit(leaf: Any) -> Any:
+        for d, size in sizes.items():
+            if isinstance(leaf, Tensor) and leaf.dim() > d and leaf.shape[d] == size:
+                leaf = leaf.index_select(d, torch.arange(int(size * factor), device=leaf.device) % size)
+        return leaf
+
+    return pytree.tree_map(fit, inputs)
 
 
 def drawn_like(inputs: Examples, seed: int = 0, scale: float = 1.0) -> tuple[Examples, ...]:
