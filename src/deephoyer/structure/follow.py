@@ -36,8 +36,10 @@ from deephoyer.structure.sizes import (
     SizedCall,
     SizeRule,
     counts_heads,
+    kind_of_call,
     mark_settings,
     slices_of,
+    written_bounds,
 )
 
 
@@ -94,7 +96,7 @@ class Follower(TorchDispatchMode):
         self._branching: dict[str, str] = {}
         self._choosing: dict[str, str] = {}
         self._passed: dict[str, list[Tensor]] = {}  # what goes into and comes out of the modules that each one calls
-        self._calls: dict[Call, tuple[list[int], list[int], list[list[Tensor]]]] = {}
+        self._calls: dict[Call, SizedCall] = {}
         self._modules = dict(model.named_modules())
         self._wirings: dict[str, tuple[Tensor, Tensor]] = {}
         self._norms: dict[str, tuple[RmsNorm, Tensor]] = {}
@@ -118,8 +120,13 @@ class Follower(TorchDispatchMode):
         tensors = tensors_in(out)
         if func in SLICES:
             bounds = [(dim, bound) for dim, start, stop in slices_of(*args) for bound in (start, stop)]
-            lying = [[rows[:bound] for rows in self._lying(args[0], dim)] for dim, bound in bounds]
-            self._calls.setdefault(call, (sizes, [int(bound) for _, bound in bounds], lying))
+            whole = [(dim, self._lying(args[0], dim)) for dim, _ in bounds]
+            lying = [[rows[:bound] for rows in lie] for (_, bound), (_, lie) in zip(bounds, whole, strict=True)]
+            cuts = [
+                (bound, args[0].dim() - dim, args[0].shape[dim], lie)
+                for bound, (dim, lie) in zip(written_bounds(*args), whole, strict=True)
+            ]
+            self._calls.setdefault(call, SizedCall("slice", sizes, [int(bound) for _, bound in bounds], lying, cuts))
             return out
         if func in CREATES:
             made = [d for d, size in enumerate(sizes) if isinstance(size, Setting) and tensors[0].shape[d] > 1]
@@ -130,7 +137,8 @@ class Follower(TorchDispatchMode):
         else:
             lie = [(tensors[0], d) for d in range(tensors[0].dim())]
         if len(lie) == len(sizes):
-            self._calls.setdefault(call, (sizes, [t.shape[d] for t, d in lie], [self._lying(t, d) for t, d in lie]))
+            shape, lying = [t.shape[d] for t, d in lie], [self._lying(t, d) for t, d in lie]
+            self._calls.setdefault(call, SizedCall(kind_of_call(func), sizes, shape, lying))
         return out
 
     def _lying(self, tensor: Tensor, dim: int) -> list[Tensor]:
@@ -227,7 +235,7 @@ class Follower(TorchDispatchMode):
                 for dim in range(tensor.dim()):
                     if tensor.shape[dim] == size and (lying := self._lying(tensor, dim)):
                         call = (name, -2 - list(vars(module)).index(value.name))
-                        self._calls.setdefault(call, ([size], [size], [lying]))
+                        self._calls.setdefault(call, SizedCall("check", [size], [size], [lying]))
                         self._sizes.add(SizeRule(call, 0, (name, value.name)))
 
     def _open_attention(self, name: str, module: Any) -> None:
@@ -378,11 +386,7 @@ class Follower(TorchDispatchMode):
             sizes=set(self._sizes),
             norms={name: (norm, numbered(nodes)) for name, (norm, nodes) in self._norms.items()}
             | {name: (RmsNorm("eps", 0.0), numbered(nodes)) for name, nodes in n.layer_norms.items()},
-            calls={
-                call: SizedCall(asked, sizes, [[numbered(nodes) for nodes in lying] for lying in along])
-                for call, (asked, sizes, along) in self._calls.items()
-                if any(along)
-            },
+            calls={call: known.numbered(numbered) for call, known in self._calls.items() if any(known.channels)},
             count=len(known),
         )
 

@@ -18,7 +18,7 @@ from deephoyer.structure.attention import narrow, opened
 from deephoyer.structure.joints import ConstantLayer, Gather, replace
 from deephoyer.structure.layers import CONV, LINEAR, NORM, WIRING, LayerKind, Renewed, kind_of, loose_tensors, put, size
 from deephoyer.structure.remove import owner, resize
-from deephoyer.structure.sizes import RECORD, narrowed, set_size, sizes_of
+from deephoyer.structure.sizes import PLACE, RECORD, narrowed, set_size, sizes_of
 
 VERSION = 1
 Entry = dict[str, Any]
@@ -261,11 +261,9 @@ def _size_steps(model: nn.Module, sizes: Any) -> list[Step]:
 
 def _size_step(module: nn.Module, name: str, key: str, value: Any) -> Step:
     if ":" in key:
-        place = key.split(":")
-        good = len(place) in (2, 3) and all(part.isdigit() for part in place)
-        _require(good, f"{name!r}: {key!r} is not a call, a position and a size")
-        size = _number(name, value, 1, 2**31)
-        return lambda renewed: narrowed(module, tuple(map(int, place)), size)
+        _require(PLACE.fullmatch(key) is not None, f"{name!r}: {key!r} is not a size of a call")
+        size = _number(name, value, 0, 2**31)
+        return lambda renewed: narrowed(module, key, size)
     before = vars(module).get(key)
     if isinstance(before, float) and isinstance(value, float):
         _require(0 < value < 1, f"{name!r}: {value!r} is no {key}")
