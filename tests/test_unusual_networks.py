@@ -963,12 +963,32 @@ def test_experts_that_only_some_of_the_examples_reach_lose_channels():
 def test_what_an_expert_would_be_given_stays_where_no_example_reaches_it(forward):
     net, x = experts(50.0, forward), numbers(32, 6)
     groups = dh.Coupled(net, x)
-    assert any("'f.0' is not called" in why for why in groups.held())
+    assert any("'f.0.weight' is not used" in why for why in groups.held())
     dh.prune(net, dh.Density(0.5), groups)
     small = dh.compact(net, x, groups=groups)
     assert len(small.e[0].weight) < 16 and small.i.out_features == 8
     net.g.bias.data[0], small.g.bias.data[0] = -50, -50
     assert largest_gap(net(x), small(x)) < 1e-12
+
+
+def by_task(net, x, task):
+    return (net.e, net.f)[int(task)](net.i(x).relu())
+
+
+def with_a_token(net, x, masked):
+    h = net.i(x)
+    return net.e(torch.where(masked[:, None], net.token, h) if masked.any() else h)
+
+
+@pytest.mark.parametrize("forward, gone", [(by_task, torch.tensor(0)), (with_a_token, torch.tensor([False] * 4))])
+def test_what_another_task_or_mask_would_need_stays(forward, gone):
+    net, x = Net(forward, **linears(i=(6, 8), e=(8, 3), f=(8, 3))), numbers(4, 6)
+    net.token = nn.Parameter(numbers(8))
+    groups = dh.Coupled(net, (x, gone))
+    assert not any(s.reason is None for s in groups.sets)
+    net.i.weight.data[:4], net.i.bias.data[:4], net.e.weight.data[:, :4] = 0, 0, 0
+    small = dh.compact(net, (x, gone), groups=groups)
+    assert largest_gap(net(x, gone + 1 > 0), small(x, gone + 1 > 0)) < 1e-12
 
 
 def test_a_policy_that_gives_a_distribution_loses_the_channels_before_it():

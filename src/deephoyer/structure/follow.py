@@ -171,8 +171,8 @@ class Follower(TorchDispatchMode):
             if opened(module):
                 self._open_attention(name, module)
             self._check(name, module, tensors_in((args, kwargs)))
-            if name in self._choosing and (other := self._uncalled(name)) is not None:
-                self._branching.setdefault(name, f"{self.where()} {self._choosing[name]}, and {other!r} is not called")
+            if name in self._choosing and (other := self._unused(name)) is not None:
+                self._branching.setdefault(name, f"{self.where()} {self._choosing[name]}, and {other!r} is not used")
             if name in self._branching:
                 self._keep_whole(name, module, tensors_in((args, kwargs, output)))
             self._asleep -= opaque
@@ -184,10 +184,11 @@ class Follower(TorchDispatchMode):
         self._hooks.append(module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
         self._hooks.append(module.register_forward_hook(leave, with_kwargs=True))
 
-    def _uncalled(self, name: str) -> str | None:
-        """A module with parameters of its own, inside the one of this name, which has not been called."""
-        inside = (n for n, m in self._modules.items() if m._parameters and n.startswith(f"{name}." if name else ""))
-        return next((n for n in inside if n != name and n not in self._order), None)
+    def _unused(self, name: str) -> str | None:
+        """A parameter of a module, or inside it, that no operation was given."""
+        prefix = f"{name}." if name else ""
+        own = self._modules[name].named_parameters()
+        return next((prefix + n for n, p in own if p.is_floating_point() and not self.n.is_met(p)), None)
 
     def unhook(self) -> None:
         for hook in self._hooks:
@@ -318,7 +319,10 @@ class Follower(TorchDispatchMode):
             self._choosing[module] = "picks by the values of a tensor what it hands on"
         if name not in ("_local_scalar_dense", "is_nonzero", "equal"):
             return
-        if all(self.n.is_constant(t) or self.n.is_discrete(t) for t in tensors_in(args)):
+        given = [t for t in tensors_in(args) if not self.n.is_constant(t)]
+        if all(self.n.is_discrete(t) for t in given):
+            if given:
+                self._choosing.setdefault(module, "decides by the whole numbers or masks that it is given")
             return
         self._branching.setdefault(module, f"{self.where()} decides by the values of a tensor")
 
