@@ -627,6 +627,17 @@ def test_layers_that_share_a_weight_get_no_joints(tmp_path):
     assert torch.equal(small(*x), dh.load(tmp_path / "b.safetensors", model=fresh())(*x))
 
 
+def test_a_layer_whose_weight_is_used_elsewhere_too_keeps_its_inputs():
+    def forward(net, x):
+        return F.linear(F.relu(net.b(F.relu(net.a(x)))), net.b.weight.t())
+
+    net, x = Net(forward, **linears(a=(6, 16), b=(16, 8))), numbers(4, 6)
+    net.a.weight.data[::2], net.a.bias.data[::2] = 0, 0.3
+    net.b.weight.data[:4], net.b.bias.data[:4] = 0, 0
+    small = dh.compact(net, x)
+    assert small.b.weight.shape == (4, 16) and largest_gap(net(x), small(x)) < 1e-12
+
+
 def test_a_forward_that_asks_a_layer_for_its_size_gets_no_joint_there():
     net, x = (
         Net(lambda net, x: net.b(F.relu(net.a(x.view(-1, net.a.in_features)))), **linears(a=(64, 16), b=(16, 4))),
@@ -968,6 +979,20 @@ def test_what_an_expert_would_be_given_stays_where_no_example_reaches_it(forward
     small = dh.compact(net, x, groups=groups)
     assert len(small.e[0].weight) < 16 and small.i.out_features == 8
     net.g.bias.data[0], small.g.bias.data[0] = -50, -50
+    assert largest_gap(net(x), small(x)) < 1e-12
+
+
+def test_constants_are_folded_though_an_expert_gets_no_rows():
+    def forward(net, x):
+        h = net.i(x).relu()
+        mine = (net.g(h).argmax(1) == 0).nonzero().flatten()
+        return net.o(torch.zeros_like(h).index_add(0, mine, net.e(h[mine])) + net.f(h))
+
+    net, x = experts(-50.0, forward), numbers(8, 6)
+    net.f[0].weight.data[::2], net.f[0].bias.data[::2] = 0, 0.3
+    small = dh.compact(net, x)
+    assert len(small.f[0].weight) == 8 and largest_gap(net(x), small(x)) < 1e-12
+    net.g.bias.data[0], small.g.bias.data[0] = 50, 50
     assert largest_gap(net(x), small(x)) < 1e-12
 
 

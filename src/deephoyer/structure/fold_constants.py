@@ -143,6 +143,8 @@ class _Witness:
             if kind is None or kind is EMBEDDING:
                 return
             rows = _rows(tensors_in((args, kwargs))[0], channel_dim(module, kind))
+            if not rows.numel():  # an expert that nothing was sent to
+                return
             there = rows.isfinite()  # large inputs may overflow, which says nothing
             low = rows.where(there, torch.inf).amin(1)
             high = rows.where(there, -torch.inf).amax(1)
@@ -171,6 +173,8 @@ def _spread(name: str, kind: LayerKind, seen: tuple[Tensor, Tensor] | None, resu
         x = tensors_in((args, kwargs))[0]
         if kind is EMBEDDING:
             return torch.full_like(output, float("nan"))
+        if not x.numel():
+            return output
         if kind is NORM:
             return _through_norm(name, module, x, output, seen, result)
         rows = _rows(x, channel_dim(module, kind))
