@@ -982,6 +982,18 @@ def test_what_an_expert_would_be_given_stays_where_no_example_reaches_it(forward
     assert largest_gap(net(x), small(x)) < 1e-12
 
 
+def test_a_one_hot_choice_of_a_given_number_of_classes_is_no_decision():
+    def forward(net, x):
+        h = net.i(x).relu()
+        chosen = F.one_hot(net.g(h).argmax(1), num_classes=2).to(h)
+        return net.o(chosen[:, :1] * net.e(h) + chosen[:, 1:] * net.f(h))
+
+    net, x = experts(0.0, forward), numbers(32, 6)
+    small = half_of(net, x)
+    assert small.i.out_features < 8 and all(len(expert[0].weight) < 16 for expert in (small.e, small.f))
+    assert largest_gap(net(x.flip(0)), small(x.flip(0))) < 1e-12
+
+
 def test_constants_are_folded_though_an_expert_gets_no_rows():
     def forward(net, x):
         h = net.i(x).relu()

@@ -13,8 +13,10 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributions import Distribution
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from deephoyer.errors import UserError, first_line
@@ -61,6 +63,25 @@ unchecked_distributions = _Switched(lambda: Distribution._validate_args, Distrib
 """Within it torch's distributions don't look at the values that they are given, which looks like a decision by them."""
 plain_recurrence = _Switched(_libraries, _set_libraries, (False, False))
 """Within it recurrent layers run as the products that they are made of, not as one operation of oneDNN or cuDNN."""
+
+
+class UncheckedOneHot(TorchFunctionMode):
+    """Within it `F.one_hot` doesn't look at the values that it is given, which looks like a decision by them.
+
+    It does where it isn't told how many classes there are: then that is one.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.one_hot:
+            return func(*args, **(kwargs or {}))
+        x, classes = _one_hot(*args, **(kwargs or {}))
+        if classes < 1:
+            return func(x, classes)
+        return (x.unsqueeze(-1) == torch.arange(classes, device=x.device)).long()
+
+
+def _one_hot(tensor: Tensor, num_classes: int = -1) -> tuple[Tensor, int]:
+    return tensor, int(num_classes)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deephoyer.inference import Examples, call, plain_attention, state_kept, unchecked_distributions
+from deephoyer.inference import Examples, UncheckedOneHot, call, plain_attention, state_kept, unchecked_distributions
 from deephoyer.structure.inputs import drawn_like, other_sizes, random_like, tensors_in
 from deephoyer.structure.layers import (
     CONV,
@@ -73,7 +73,7 @@ def fold(model: nn.Module, inputs: Examples) -> Folded:
                 spread = unknown.unseen(_spread(name, kind, seen, result))
                 hooks.append(module.register_forward_hook(spread, with_kwargs=True))
         try:
-            with unknown, unchecked_distributions:
+            with unknown, unchecked_distributions, UncheckedOneHot():
                 call(model, unknown.inputs)
         except Exception:
             result.kept[""] = (0, "the network can't be run on NaN, so constants were folded only in part")

@@ -16,7 +16,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from deephoyer.errors import UserError, first_line
-from deephoyer.inference import Examples, arguments, call, plain_attention, plain_recurrence, unchecked_distributions
+from deephoyer.inference import (
+    Examples,
+    UncheckedOneHot,
+    arguments,
+    call,
+    plain_attention,
+    plain_recurrence,
+    unchecked_distributions,
+)
 from deephoyer.structure import operations, products
 from deephoyer.structure.attention import opened
 from deephoyer.structure.channel_ids import Labels
@@ -57,7 +65,7 @@ def follow(model: nn.Module, inputs: Examples, exact: bool = True) -> tuple[Chan
     for tensor in given:
         if not tensor.is_floating_point() and not tensor.is_complex():
             follower.n.set_discrete(tensor)
-    with torch.no_grad(), plain_attention, plain_recurrence, unchecked_distributions:
+    with torch.no_grad(), plain_attention, plain_recurrence, unchecked_distributions, UncheckedOneHot():
         try:
             with Asking(follower.asks), follower:
                 outputs = call(model, inputs)

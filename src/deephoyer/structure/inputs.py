@@ -63,10 +63,14 @@ def one_sample(inputs: Examples) -> Examples:
 def other_sizes(inputs: Examples) -> Iterator[tuple[Examples, ...]]:
     """The examples in other sizes that a network may be given: longer texts, larger pictures, another batch.
 
-    For each dimension, and for those of a picture together, several to try: a network may take only some of them.
-    Tensors that are as long there as the first one change with it.
+    The first sample alone, if there are more; and of that, for each dimension and for those of a picture together,
+    several to try, since a network may take only some of them. Tensors that are as long there as the first one change
+    with it.
     """
-    tensors = tensors_in(inputs)
+    sample = one_sample(inputs)
+    if sample is not inputs:
+        yield (sample,)
+    inputs, tensors = sample, tensors_in(sample)
     dims = max((t.dim() for t in tensors), default=0)
     for changed in [*((d,) for d in range(dims)), *([tuple(range(2, dims))] if dims > 3 else [])]:
         sizes = {d: next(t.shape[d] for t in tensors if t.dim() > d) for d in changed}
