@@ -158,7 +158,8 @@ def same_start(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def state_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Modules run on copies of their buffers, and of tensors that are plain attributes; afterwards they have their own.
+    """Modules run on copies of their buffers, and of tensors that are plain attributes; afterwards they have their own,
+    and all attributes are what they were: how long a table is that was made for longer inputs.
 
     >>> norm = nn.BatchNorm1d(1)
     >>> with state_kept([norm]):
@@ -168,17 +169,17 @@ def state_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
     """
     plain = [module for module in modules if not isinstance(module, torch.jit.ScriptModule)]
     homes = [home for module in plain for home in (module._buffers, vars(module))]
-    before = [{key: value for key, value in home.items() if isinstance(value, Tensor)} for home in homes]
-    copies = {id(tensor): tensor.detach().clone() for tensors in before for tensor in tensors.values()}
-    for home, tensors in zip(homes, before, strict=True):
-        home.update({key: copies[id(tensor)] for key, tensor in tensors.items()})
+    before = [dict(home) for home in homes]
+    tensors = {id(value): value for home in homes for value in home.values() if isinstance(value, Tensor)}
+    copies = {key: tensor.detach().clone() for key, tensor in tensors.items()}
+    for home in homes:
+        home.update({key: copies[id(value)] for key, value in home.items() if isinstance(value, Tensor)})
     try:
         yield
     finally:
-        for home, tensors in zip(homes, before, strict=True):
-            for key in [key for key, value in home.items() if isinstance(value, Tensor) and key not in tensors]:
-                del home[key]
-            home.update(tensors)
+        for home, values in zip(homes, before, strict=True):
+            home.clear()
+            home.update(values)
 
 
 def try_call(model: nn.Module, examples: Examples, what: str = "example inputs") -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -74,15 +74,24 @@ def other_sizes(inputs: Examples) -> Iterator[tuple[Examples, ...]]:
     dims = max((t.dim() for t in tensors), default=0)
     for changed in [*((d,) for d in range(dims)), *([tuple(range(2, dims))] if dims > 3 else [])]:
         sizes = {d: next(t.shape[d] for t in tensors if t.dim() > d) for d in changed}
-        factors = [f for f in (0.5, 2, 0.25) if all(int(size * f) for size in sizes.values())]
-        yield tuple(_scaled(inputs, sizes, factor) for factor in factors)
+        # First one that is no multiple, for which a network may pad what it is given.
+        others = [{d: change(size) for d, size in sizes.items()} for change in CHANGES]
+        yield tuple(_resized(inputs, sizes, other) for other in others if all(other.values()) and other != sizes)
 
 
-def _scaled(inputs: Examples, sizes: dict[int, int], factor: float) -> Examples:
+CHANGES: tuple[Callable[[int], int], ...] = (
+    lambda size: size // 2 + 1,
+    lambda size: size // 2,
+    lambda size: size * 2,
+    lambda size: size // 4,
+)
+
+
+def _resized(inputs: Examples, sizes: dict[int, int], others: dict[int, int]) -> Examples:
     def fit(leaf: Any) -> Any:
         for d, size in sizes.items():
             if isinstance(leaf, Tensor) and leaf.dim() > d and leaf.shape[d] == size:
-                leaf = leaf.index_select(d, torch.arange(int(size * factor), device=leaf.device) % size)
+                leaf = leaf.index_select(d, torch.arange(others[d], device=leaf.device) % size)
         return leaf
 
     return pytree.tree_map(fit, inputs)
