@@ -697,6 +697,31 @@ def test_a_buffer_outside_the_state_dict_is_cut_and_stored(tmp_path):
     assert "scale" not in net.state_dict()
 
 
+def test_a_table_that_grows_while_the_network_runs_is_made_again_by_the_loaded_one(tmp_path):
+    class Grows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.length = nn.Linear(5, 8), nn.Linear(8, 2), 0
+            self.register_buffer("table", torch.zeros(0), persistent=False)
+
+        def forward(self, x):
+            if x.shape[1] > self.length:
+                self.length, self.table = x.shape[1], torch.arange(x.shape[1], dtype=x.dtype)[:, None].cos()
+            return self.b(F.relu(self.a(x)) * self.table[: x.shape[1]])
+
+    net, x = Grows().double(), numbers(2, 4, 5)
+    net.a.weight.data[1::2], net.a.bias.data[1::2] = 0, 0.3  # constants, but for the table
+    net.a.weight.data[:1], net.a.bias.data[:1] = 0, 0
+    small = dh.compact(net, x)
+    assert small.a.out_features < 8 and small.length == 0
+    for tokens in (2, 7):
+        others = numbers(3, tokens, 5)
+        assert largest_gap(net(others), small(others)) < 1e-12
+    dh.save(small, tmp_path / "small.safetensors")
+    again = dh.load(tmp_path / "small.safetensors", model=Grows().double())
+    assert torch.equal(again(others), small(others))
+
+
 @pytest.mark.parametrize("wrap", [nn.DataParallel, lambda net: torch.compile(net, backend="eager")])
 def test_a_wrapped_network_is_grouped_compacted_and_stored_like_the_one_inside(wrap, tmp_path):
     def fresh():
