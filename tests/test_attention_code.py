@@ -309,3 +309,71 @@ def test_heads_go_though_a_part_of_their_bias_is_zeroed_on_the_way():
     net, small = halved(ZeroedKeyBias(), numbers(2, TOKENS, WIDTH))
     assert small.o.in_features == WIDTH // 2
     assert_same(net, small, numbers(3, TOKENS + 3, WIDTH, seed=1))
+
+
+class Crops(nn.Module):
+    """Takes parts of its channels by number, and of a long text only the first tokens: calls that a short one lacks."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.left, self.right = nn.Linear(WIDTH, WIDTH), nn.Linear(10, 3), nn.Linear(4, 3)
+
+    def parts(self, h):
+        return h[..., :10], h[..., 10:-2]
+
+    def forward(self, x):
+        if x.shape[1] > TOKENS:
+            x = x[:, :TOKENS]
+        left, right = self.parts(F.relu(self.inner(x)))
+        return self.left(left) + self.right(right)
+
+
+class Splits(Crops):
+    def parts(self, h):
+        if h.shape[1] == TOKENS:
+            h = torch.cat(h.split(2, 1), 1)
+        return h.split([10, 4, 2], -1)[:2]
+
+
+@pytest.mark.parametrize("kind", [Crops, Splits])
+def test_parts_are_taken_rightly_where_longer_texts_take_another_way(kind, tmp_path):
+    net, small = halved(kind(), numbers(2, TOKENS - 1, WIDTH))
+    assert small.inner.out_features < WIDTH
+    dh.save(small, tmp_path / "small.safetensors")
+    again = dh.load(tmp_path / "small.safetensors", model=kind().double())
+    for tokens in (1, TOKENS - 1, TOKENS, TOKENS + 3):
+        for one in (small, again):
+            assert_same(net, one, numbers(3, tokens, WIDTH, seed=1))
+    compiled = torch.compile(small, backend="eager", fullgraph=True, dynamic=False)
+    assert_same(net, compiled, numbers(3, TOKENS, WIDTH))
+
+
+class TwoAlike(nn.Module):
+    """Two layers whose halves are taken by the same numbers: only the order of the calls tells them apart."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.out = nn.ModuleList(nn.Linear(8, 3) for _ in range(4))
+
+    def forward(self, x):
+        a, b = F.relu(self.a(x)), F.relu(self.b(x))
+        if x.shape[1] > TOKENS:
+            a, b = a[:, :TOKENS], b[:, :TOKENS]
+        halves = [a[..., :8], a[..., 8:], b[..., :8], b[..., 8:]]
+        if x.shape[1] > 2 * TOKENS:
+            halves[2] = halves[2] + b[..., :8]
+        return sum(layer(half) for layer, half in zip(self.out, halves, strict=True))
+
+
+def test_calls_that_ask_for_the_same_are_told_apart_by_their_order_and_others_refused():
+    net, x = TwoAlike().double().eval(), numbers(2, TOKENS, WIDTH)
+    groups = dh.Coupled(net, x)
+    for layer, gone in ((net.a, [0, 1, 2, 8]), (net.b, [0, 8, 9, 10])):
+        layer.weight.data[gone], layer.bias.data[gone] = 0, 0
+    small = dh.compact(net, x, groups=groups)
+    assert [layer.in_features for layer in small.out] == [5, 7, 7, 5]
+    for tokens in (TOKENS, TOKENS + 1):
+        assert_same(net, small, numbers(3, tokens, WIDTH))
+    with pytest.raises(dh.UserError, match="takes another way"):
+        small(numbers(3, 2 * TOKENS + 1, WIDTH))

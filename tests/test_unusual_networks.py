@@ -506,6 +506,53 @@ def test_a_map_of_one_place_shows_no_borders_but_larger_inputs_have_them():
     assert largest_gap(net(x), small(x)) < 1e-12
 
 
+def summed(net, x):
+    return net.o(F.relu(net.a(x)).sum(1))
+
+
+def by_its_place(net, x):
+    return net.o(F.relu(net.a(x)) + torch.arange(x.shape[1], dtype=x.dtype)[:, None])
+
+
+def by_the_number_of_tokens(net, x):
+    return net.o(F.relu(net.a(x)) * x.shape[1] ** 0.5)
+
+
+@pytest.mark.parametrize("forward", [summed, by_its_place, by_the_number_of_tokens])
+@pytest.mark.parametrize("tokens", [1, 6])
+def test_what_depends_on_the_number_of_tokens_is_no_constant(forward, tokens):
+    net = Net(forward, **linears(a=(5, 16), o=(16, 3)))
+    net.a.weight.data[::2], net.a.bias.data[::2] = 0, 0.3
+    small = dh.compact(net, numbers(2, tokens, 5))
+    for others in (numbers(2, 9, 5), numbers(1, 1, 5)):
+        assert largest_gap(net(others), small(others)) < 1e-12
+
+
+def test_what_a_network_notes_of_its_inputs_is_not_changed_by_compaction():
+    def forward(net, x):
+        h = F.relu(net.a(x))
+        net.peak.copy_(torch.maximum(net.peak, h.max()))
+        net.last = h
+        return net.o(h)
+
+    net, x = Net(forward, **linears(a=(5, 16), o=(16, 3))), numbers(4, 5)
+    net.register_buffer("peak", torch.zeros(()).double())
+    net.a.weight.data[::2], net.a.bias.data[::2] = 0, 0.3
+    small = dh.compact(net, x)
+    assert compact_report(small).folded == {"o": 8} and small.peak == 0 and not hasattr(small, "last")
+
+
+def test_a_network_with_a_state_of_its_own_is_compared_from_the_same_state():
+    def forward(net, x):
+        net.state.mul_(0.9).add_(net.b(F.relu(net.a(x))).mean(0))
+        return net.state
+
+    net, x = Net(forward, **linears(a=(5, 16), b=(16, 3))), numbers(4, 5)
+    net.register_buffer("state", torch.zeros(3).double())
+    small = half_of(net, x)
+    assert small.a.out_features == 8 and not small.state.any() and largest_gap(net(x), small(x)) < 1e-12
+
+
 # Joints.
 
 
@@ -587,6 +634,17 @@ def test_layers_that_share_a_weight_get_no_joints(tmp_path):
     assert torch.equal(small(*x), dh.load(tmp_path / "b.safetensors", model=fresh())(*x))
 
 
+def test_a_layer_whose_weight_is_used_elsewhere_too_keeps_its_inputs():
+    def forward(net, x):
+        return F.linear(F.relu(net.b(F.relu(net.a(x)))), net.b.weight.t())
+
+    net, x = Net(forward, **linears(a=(6, 16), b=(16, 8))), numbers(4, 6)
+    net.a.weight.data[::2], net.a.bias.data[::2] = 0, 0.3
+    net.b.weight.data[:4], net.b.bias.data[:4] = 0, 0
+    small = dh.compact(net, x)
+    assert small.b.weight.shape == (4, 16) and largest_gap(net(x), small(x)) < 1e-12
+
+
 def test_a_forward_that_asks_a_layer_for_its_size_gets_no_joint_there():
     net, x = (
         Net(lambda net, x: net.b(F.relu(net.a(x.view(-1, net.a.in_features)))), **linears(a=(64, 16), b=(16, 4))),
@@ -644,6 +702,31 @@ def test_a_buffer_outside_the_state_dict_is_cut_and_stored(tmp_path):
     loaded = dh.load(tmp_path / "c.safetensors", model=fresh())
     assert loaded.scale.flatten().tolist() == [2, 4, 6, 8] and torch.equal(small(x), loaded(x))
     assert "scale" not in net.state_dict()
+
+
+def test_a_table_that_grows_while_the_network_runs_is_made_again_by_the_loaded_one(tmp_path):
+    class Grows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.length = nn.Linear(5, 8), nn.Linear(8, 2), 0
+            self.register_buffer("table", torch.zeros(0), persistent=False)
+
+        def forward(self, x):
+            if x.shape[1] > self.length:
+                self.length, self.table = x.shape[1], torch.arange(x.shape[1], dtype=x.dtype)[:, None].cos()
+            return self.b(F.relu(self.a(x)) * self.table[: x.shape[1]])
+
+    net, x = Grows().double(), numbers(2, 4, 5)
+    net.a.weight.data[1::2], net.a.bias.data[1::2] = 0, 0.3  # constants, but for the table
+    net.a.weight.data[:1], net.a.bias.data[:1] = 0, 0
+    small = dh.compact(net, x)
+    assert small.a.out_features < 8 and small.length == 0
+    for tokens in (2, 7):
+        others = numbers(3, tokens, 5)
+        assert largest_gap(net(others), small(others)) < 1e-12
+    dh.save(small, tmp_path / "small.safetensors")
+    again = dh.load(tmp_path / "small.safetensors", model=Grows().double())
+    assert torch.equal(again(others), small(others))
 
 
 @pytest.mark.parametrize("wrap", [nn.DataParallel, lambda net: torch.compile(net, backend="eager")])
@@ -923,12 +1006,58 @@ def test_experts_that_only_some_of_the_examples_reach_lose_channels():
 def test_what_an_expert_would_be_given_stays_where_no_example_reaches_it(forward):
     net, x = experts(50.0, forward), numbers(32, 6)
     groups = dh.Coupled(net, x)
-    assert any("'f.0' is not called" in why for why in groups.held())
+    assert any("'f.0.weight' is not used" in why for why in groups.held())
     dh.prune(net, dh.Density(0.5), groups)
     small = dh.compact(net, x, groups=groups)
     assert len(small.e[0].weight) < 16 and small.i.out_features == 8
     net.g.bias.data[0], small.g.bias.data[0] = -50, -50
     assert largest_gap(net(x), small(x)) < 1e-12
+
+
+def test_a_one_hot_choice_of_a_given_number_of_classes_is_no_decision():
+    def forward(net, x):
+        h = net.i(x).relu()
+        chosen = F.one_hot(net.g(h).argmax(1), num_classes=2).to(h)
+        return net.o(chosen[:, :1] * net.e(h) + chosen[:, 1:] * net.f(h))
+
+    net, x = experts(0.0, forward), numbers(32, 6)
+    small = half_of(net, x)
+    assert small.i.out_features < 8 and all(len(expert[0].weight) < 16 for expert in (small.e, small.f))
+    assert largest_gap(net(x.flip(0)), small(x.flip(0))) < 1e-12
+
+
+def test_constants_are_folded_though_an_expert_gets_no_rows():
+    def forward(net, x):
+        h = net.i(x).relu()
+        mine = (net.g(h).argmax(1) == 0).nonzero().flatten()
+        return net.o(torch.zeros_like(h).index_add(0, mine, net.e(h[mine])) + net.f(h))
+
+    net, x = experts(-50.0, forward), numbers(8, 6)
+    net.f[0].weight.data[::2], net.f[0].bias.data[::2] = 0, 0.3
+    small = dh.compact(net, x)
+    assert len(small.f[0].weight) == 8 and largest_gap(net(x), small(x)) < 1e-12
+    net.g.bias.data[0], small.g.bias.data[0] = 50, 50
+    assert largest_gap(net(x), small(x)) < 1e-12
+
+
+def by_task(net, x, task):
+    return (net.e, net.f)[int(task)](net.i(x).relu())
+
+
+def with_a_token(net, x, masked):
+    h = net.i(x)
+    return net.e(torch.where(masked[:, None], net.token, h) if masked.any() else h)
+
+
+@pytest.mark.parametrize("forward, gone", [(by_task, torch.tensor(0)), (with_a_token, torch.tensor([False] * 4))])
+def test_what_another_task_or_mask_would_need_stays(forward, gone):
+    net, x = Net(forward, **linears(i=(6, 8), e=(8, 3), f=(8, 3))), numbers(4, 6)
+    net.token = nn.Parameter(numbers(8))
+    groups = dh.Coupled(net, (x, gone))
+    assert not any(s.reason is None for s in groups.sets)
+    net.i.weight.data[:4], net.i.bias.data[:4], net.e.weight.data[:, :4] = 0, 0, 0
+    small = dh.compact(net, (x, gone), groups=groups)
+    assert largest_gap(net(x, gone + 1 > 0), small(x, gone + 1 > 0)) < 1e-12
 
 
 def test_a_policy_that_gives_a_distribution_loses_the_channels_before_it():

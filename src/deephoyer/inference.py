@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributions import Distribution
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from deephoyer.errors import UserError, first_line
@@ -61,6 +63,25 @@ unchecked_distributions = _Switched(lambda: Distribution._validate_args, Distrib
 """Within it torch's distributions don't look at the values that they are given, which looks like a decision by them."""
 plain_recurrence = _Switched(_libraries, _set_libraries, (False, False))
 """Within it recurrent layers run as the products that they are made of, not as one operation of oneDNN or cuDNN."""
+
+
+class UncheckedOneHot(TorchFunctionMode):
+    """Within it `F.one_hot` doesn't look at the values that it is given, which looks like a decision by them.
+
+    It does where it isn't told how many classes there are: then that is one.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.one_hot:
+            return func(*args, **(kwargs or {}))
+        x, classes = _one_hot(*args, **(kwargs or {}))
+        if classes < 1:
+            return func(x, classes)
+        return (x.unsqueeze(-1) == torch.arange(classes, device=x.device)).long()
+
+
+def _one_hot(tensor: Tensor, num_classes: int = -1) -> tuple[Tensor, int]:
+    return tensor, int(num_classes)
 
 
 @contextmanager
@@ -122,12 +143,43 @@ def moved(examples: Examples, place: torch.device) -> tuple[tuple[Any, ...], dic
 
 
 @contextmanager
-def same_draws(model: nn.Module) -> Iterator[None]:
-    """Within it a network that draws random numbers (a sampler, noise) draws the same ones every time."""
+def same_start(model: nn.Module) -> Iterator[None]:
+    """Within it a network starts as it does every time: it draws the same random numbers, and what it writes into its
+    buffers and attributes (a hidden state, the range of what it has seen) is gone afterwards.
+    """
     place = device_of(model)
-    with torch.random.fork_rng([place] if place.type == "cuda" else [], device_type="cuda"):
+    with (
+        torch.random.fork_rng([place] if place.type == "cuda" else [], device_type="cuda"),
+        state_kept(model.modules()),
+    ):
         torch.manual_seed(0)
         yield
+
+
+@contextmanager
+def state_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Modules run on copies of their buffers, and of tensors that are plain attributes; afterwards they have their own,
+    and all attributes are what they were: how long a table is that was made for longer inputs.
+
+    >>> norm = nn.BatchNorm1d(1)
+    >>> with state_kept([norm]):
+    ...     _ = norm(torch.ones(2, 1))
+    >>> norm.running_mean.item()
+    0.0
+    """
+    plain = [module for module in modules if not isinstance(module, torch.jit.ScriptModule)]
+    homes = [home for module in plain for home in (module._buffers, vars(module))]
+    before = [dict(home) for home in homes]
+    tensors = {id(value): value for home in homes for value in home.values() if isinstance(value, Tensor)}
+    copies = {key: tensor.detach().clone() for key, tensor in tensors.items()}
+    for home in homes:
+        home.update({key: copies[id(value)] for key, value in home.items() if isinstance(value, Tensor)})
+    try:
+        yield
+    finally:
+        for home, values in zip(homes, before, strict=True):
+            home.clear()
+            home.update(values)
 
 
 def try_call(model: nn.Module, examples: Examples, what: str = "example inputs") -> Any:

@@ -82,6 +82,10 @@ class Labels:
             for axis in self.of(tensor)
         )
 
+    def is_met(self, tensor: Tensor) -> bool:
+        """Whether it has been asked for before."""
+        return id(tensor) in self._of
+
     def known(self, tensor: Tensor) -> bool:
         return bool(self.of(tensor))
 

@@ -8,6 +8,7 @@ compared to the original on the example inputs and on random ones each time.
 from __future__ import annotations
 
 import dataclasses
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,10 +131,12 @@ def compact(
     graph = _graph(model, groups or Coupled(model, example_inputs, exact))
     if joints == "gather":
         return _compacted(model, example_inputs, graph, _inner(graph), True)
-    try:
-        return _compacted(model, example_inputs, graph, _reads_input(model, graph), False)
-    except Differs:  # a forward of its own may ask a layer for what a joint doesn't have, its sizes or its weight
-        return _compacted(model, example_inputs, graph, [], False)
+    for jointed in (_reads_input(model, graph), []):
+        # A forward of its own may ask a layer for what a joint doesn't have, its sizes or its weight.
+        with suppress(Differs):
+            return _compacted(model, example_inputs, graph, jointed, False)
+    # Or use a layer's weight elsewhere too, as a decoder does that is its encoder turned round.
+    return _compacted(model, example_inputs, graph, [], False, folds=False)
 
 
 def _without_masks(model: nn.Module) -> nn.Module:
@@ -150,13 +153,21 @@ def _without_masks(model: nn.Module) -> nn.Module:
 
 
 def _compacted(
-    model: nn.Module, example_inputs: Examples, graph: ChannelGraph, jointed: list[str], outputs: bool
+    model: nn.Module,
+    example_inputs: Examples,
+    graph: ChannelGraph,
+    jointed: list[str],
+    outputs: bool,
+    folds: bool = True,
 ) -> nn.Module:
-    """The smaller network; layers that are `jointed` may get a joint, behind them too where `outputs` says so."""
+    """The smaller network; layers that are `jointed` may get a joint, behind them too where `outputs` says so.
+
+    Constants are folded if it `folds`.
+    """
     report = CompactReport(parameters_before=_count(model), exact=graph.exact)
     dead = dead_channels(model, graph)
     gone = spare_last(graph, dead)
-    if torch.equal(dead, gone) and not _constants(model, graph, dead):
+    if not folds or (torch.equal(dead, gone) and not _constants(model, graph, dead)):
         small = shared_copy(model)
         remove(small, graph, gone)
         own_parameters(small, model)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from deephoyer.errors import UserError
-from deephoyer.inference import Examples, call, same_draws
+from deephoyer.inference import Examples, call, same_start
 from deephoyer.structure.inputs import drawn_like, outputs_in, tensors_in
 from deephoyer.structure.layers import channel_dim, kind_of
 from deephoyer.structure.ties import Choices, ChosenAlike
@@ -84,11 +84,11 @@ def answers(model: nn.Module, inputs: Examples, inside: Outputs | None = None) -
     with torch.no_grad(), _full_precision():
         if inside is not None:
             inside.clear()
-            with same_draws(model), module_hooks(model, lambda name, tensor: inside.append((name, tensor.clone()))):
+            with same_start(model), module_hooks(model, lambda name, tensor: inside.append((name, tensor.clone()))):
                 outputs = outputs_in(call(model, inputs))
             if not hooks_change(model):
                 return outputs
-        with same_draws(model):
+        with same_start(model):
             return outputs_in(call(model, inputs))
 
 
@@ -161,11 +161,11 @@ def _worst(before: list[Tensor], after: list[Tensor]) -> float:
 
 def but_for_ties(big: nn.Module, small: nn.Module, inputs: Examples, limit: float) -> float:
     """The largest error where both choose alike between numbers that are equal."""
-    with same_draws(big), (choices := Choices()):
+    with same_start(big), (choices := Choices()):
         before = outputs_in(call(big, inputs))
     if not choices.made:
         return float("inf")
-    with same_draws(small), ChosenAlike(choices, lambda a, b: error(a, b) <= limit):
+    with same_start(small), ChosenAlike(choices, lambda a, b: error(a, b) <= limit):
         return _worst(before, outputs_in(call(small, inputs)))
 
 
@@ -191,7 +191,7 @@ def _full_precision() -> Iterator[None]:
 def _run(model: nn.Module, inputs: Examples) -> Any:
     """Runs a model that may have been cut wrongly: an exception says in which module."""
     try:
-        with same_draws(model):
+        with same_start(model):
             return call(model, inputs)  # as it will be used: hooks keep torch from its fast ways through some layers
     except UserError:
         raise
@@ -219,7 +219,7 @@ def _where_it_fails(model: nn.Module, inputs: Examples) -> str:
 def first_difference(before: Outputs, small: nn.Module, inputs: Examples, matter: Matter) -> str:
     """The first module whose outputs differ; empty where it is none, or the model itself."""
     modules = ModuleComparison(before, small, matter)
-    with module_hooks(small, modules.compare), same_draws(small):
+    with module_hooks(small, modules.compare), same_start(small):
         call(small, inputs)
     return modules.first
 

@@ -1,14 +1,15 @@
 """Finds what no longer depends on the input, and folds it into the biases of the layers that read it.
 
 The proof is a forward pass with NaN for every input: NaN spreads to whatever depends on the input, also
-where arithmetic would lose it (`unknown.py`), and layers are made to spread it only through weights that
+where arithmetic would lose it (`taint.py`), and layers are made to spread it only through weights that
 aren't zero. What is not NaN is a constant, and its value is at hand. A second witness is asked too: the
-same channel must have been constant on real inputs. A constant before zero padding can't be folded
+same channel must have been constant on real inputs, of other sizes too. A constant before zero padding can't be folded
 exactly: of several that one layer reads, one is kept, and reported, which stands for the others.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -17,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deephoyer.inference import Examples, call, plain_attention, unchecked_distributions
-from deephoyer.structure.inputs import drawn_like, random_like, tensors_in
+from deephoyer.inference import Examples, UncheckedOneHot, call, plain_attention, state_kept, unchecked_distributions
+from deephoyer.structure.inputs import drawn_like, other_sizes, random_like, tensors_in
 from deephoyer.structure.layers import (
     CONV,
     EMBEDDING,
@@ -50,7 +51,8 @@ def fold(model: nn.Module, inputs: Examples) -> Folded:
     """Folds constants into the layers of a model in eval mode, which is changed in place."""
     result = Folded()
     witness = _Witness(model)
-    with torch.no_grad(), plain_attention:
+    wirings = [module for module in model.modules() if kind_of(module) is WIRING]  # which are changed on the way
+    with torch.no_grad(), plain_attention, state_kept(m for m in model.modules() if m not in wirings):
         witness.run(inputs)
         for seed, scale in ((3, 1.0), (5, LARGE), (5, -LARGE)):
             for drawn in drawn_like(inputs, seed, scale):
@@ -60,6 +62,7 @@ def fold(model: nn.Module, inputs: Examples) -> Folded:
         if not all(t.is_floating_point() for t in tensors_in(inputs)):
             with suppress(Exception):
                 witness.run(random_like(inputs, 4, bold=True))
+        witness.run_in_other_sizes(inputs)
         shared = shared_layers(model)
         unknown = Unknown(inputs)
         hooks = []
@@ -70,7 +73,7 @@ def fold(model: nn.Module, inputs: Examples) -> Folded:
                 spread = unknown.unseen(_spread(name, kind, seen, result))
                 hooks.append(module.register_forward_hook(spread, with_kwargs=True))
         try:
-            with unknown, unchecked_distributions:
+            with unknown, unchecked_distributions, UncheckedOneHot():
                 call(model, unknown.inputs)
         except Exception:
             result.kept[""] = (0, "the network can't be run on NaN, so constants were folded only in part")
@@ -94,38 +97,62 @@ def shared_layers(model: nn.Module) -> set[str]:
 
 
 class _Witness:
-    """The least and greatest value of each input channel of each layer, over real forward passes."""
+    """The least and greatest value of each input channel of each layer, over real forward passes.
+
+    `calls` says how often each module is called in one pass, at most.
+    """
 
     def __init__(self, model: nn.Module):
         self.model = model
         self.calls: dict[str, int] = {}
         self.range: dict[str, tuple[Tensor, Tensor]] = {}
 
-    def run(self, inputs: Examples) -> None:
-        before, self.calls = self.calls, {}
-        hooks = [m.register_forward_hook(self._look(n), with_kwargs=True) for n, m in self.model.named_modules()]
+    def run(self, inputs: Examples, model: nn.Module | None = None) -> None:
+        """Nothing is noted of a pass that fails."""
+        model = model or self.model
+        calls: dict[str, int] = {}
+        seen = dict(self.range)
+        hooks = [
+            m.register_forward_hook(self._look(n, calls, seen), with_kwargs=True) for n, m in model.named_modules()
+        ]
         try:
-            call(self.model, inputs)
-        except Exception:
-            self.calls = before
-            raise
+            call(model, inputs)
         finally:
             for hook in hooks:
                 hook.remove()
+        self.range = seen
+        self.calls = {name: max(n, self.calls.get(name, 0)) for name, n in (self.calls | calls).items()}
 
-    def _look(self, name: str) -> Callable[..., None]:
+    def run_in_other_sizes(self, inputs: Examples) -> None:
+        """A sum over tokens or pixels, a table of positions: what is constant may still depend on how many there are.
+
+        On a CPU, since on a GPU an index beyond the end of a shorter tensor would end the process.
+        """
+        on_cpu = all(t.device.type == "cpu" for t in (*self.model.parameters(), *self.model.buffers()))
+        model = self.model if on_cpu else copy.deepcopy(self.model).cpu()
+        for tries in other_sizes(inputs):
+            for other in tries:
+                with suppress(Exception):
+                    self.run(other, model)
+                    break
+
+    def _look(self, name: str, calls: dict[str, int], seen: dict[str, tuple[Tensor, Tensor]]) -> Callable[..., None]:
         def look(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            self.calls[name] = self.calls.get(name, 0) + 1
+            calls[name] = calls.get(name, 0) + 1
             kind = kind_of(module)
             if kind is None or kind is EMBEDDING:
                 return
             rows = _rows(tensors_in((args, kwargs))[0], channel_dim(module, kind))
+            if not rows.numel():  # an expert that nothing was sent to
+                return
             there = rows.isfinite()  # large inputs may overflow, which says nothing
             low = rows.where(there, torch.inf).amin(1)
             high = rows.where(there, -torch.inf).amax(1)
-            if name in self.range:
-                low, high = torch.minimum(low, self.range[name][0]), torch.maximum(high, self.range[name][1])
-            self.range[name] = (low, high)
+            if name in seen:
+                before = seen[name]
+                low, high = low.to(before[0].device), high.to(before[0].device)
+                low, high = torch.minimum(low, before[0]), torch.maximum(high, before[1])
+            seen[name] = (low, high)
 
         return look
 
@@ -146,6 +173,8 @@ def _spread(name: str, kind: LayerKind, seen: tuple[Tensor, Tensor] | None, resu
         x = tensors_in((args, kwargs))[0]
         if kind is EMBEDDING:
             return torch.full_like(output, float("nan"))
+        if not x.numel():
+            return output
         if kind is NORM:
             return _through_norm(name, module, x, output, seen, result)
         rows = _rows(x, channel_dim(module, kind))

@@ -16,7 +16,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from deephoyer.errors import UserError, first_line
-from deephoyer.inference import Examples, arguments, call, plain_attention, plain_recurrence, unchecked_distributions
+from deephoyer.inference import (
+    Examples,
+    UncheckedOneHot,
+    arguments,
+    call,
+    plain_attention,
+    plain_recurrence,
+    unchecked_distributions,
+)
 from deephoyer.structure import operations, products
 from deephoyer.structure.attention import opened
 from deephoyer.structure.channel_ids import Labels
@@ -36,8 +44,10 @@ from deephoyer.structure.sizes import (
     SizedCall,
     SizeRule,
     counts_heads,
+    kind_of_call,
     mark_settings,
     slices_of,
+    written_bounds,
 )
 
 
@@ -70,7 +80,7 @@ def _followed(
     for tensor in given:
         if not tensor.is_floating_point() and not tensor.is_complex():
             follower.n.set_discrete(tensor)
-    with torch.no_grad(), plain_attention, plain_recurrence, unchecked_distributions:
+    with torch.no_grad(), plain_attention, plain_recurrence, unchecked_distributions, UncheckedOneHot():
         try:
             with Asking(follower.asks), follower:
                 outputs = call(model, inputs)
@@ -110,7 +120,7 @@ class Follower(TorchDispatchMode):
         self._branching: dict[str, str] = {}
         self._choosing: dict[str, str] = {}
         self._passed: dict[str, list[Tensor]] = {}  # what goes into and comes out of the modules that each one calls
-        self._calls: dict[Call, tuple[list[int], list[int], list[list[Tensor]]]] = {}
+        self._calls: dict[Call, SizedCall] = {}
         self._modules = dict(model.named_modules())
         self._wirings: dict[str, tuple[Tensor, Tensor]] = {}
         self._norms: dict[str, tuple[RmsNorm, Tensor]] = {}
@@ -134,8 +144,13 @@ class Follower(TorchDispatchMode):
         tensors = tensors_in(out)
         if func in SLICES:
             bounds = [(dim, bound) for dim, start, stop in slices_of(*args) for bound in (start, stop)]
-            lying = [[rows[:bound] for rows in self._lying(args[0], dim)] for dim, bound in bounds]
-            self._calls.setdefault(call, (sizes, [int(bound) for _, bound in bounds], lying))
+            whole = [(dim, self._lying(args[0], dim)) for dim, _ in bounds]
+            lying = [[rows[:bound] for rows in lie] for (_, bound), (_, lie) in zip(bounds, whole, strict=True)]
+            cuts = [
+                (bound, args[0].dim() - dim, args[0].shape[dim], lie)
+                for bound, (dim, lie) in zip(written_bounds(*args), whole, strict=True)
+            ]
+            self._calls.setdefault(call, SizedCall("slice", sizes, [int(bound) for _, bound in bounds], lying, cuts))
             return out
         if func in CREATES:
             made = [d for d, size in enumerate(sizes) if isinstance(size, Setting) and tensors[0].shape[d] > 1]
@@ -146,7 +161,8 @@ class Follower(TorchDispatchMode):
         else:
             lie = [(tensors[0], d) for d in range(tensors[0].dim())]
         if len(lie) == len(sizes):
-            self._calls.setdefault(call, (sizes, [t.shape[d] for t, d in lie], [self._lying(t, d) for t, d in lie]))
+            shape, lying = [t.shape[d] for t, d in lie], [self._lying(t, d) for t, d in lie]
+            self._calls.setdefault(call, SizedCall(kind_of_call(func), sizes, shape, lying))
         return out
 
     def _lying(self, tensor: Tensor, dim: int) -> list[Tensor]:
@@ -179,8 +195,8 @@ class Follower(TorchDispatchMode):
             if opened(module):
                 self._open_attention(name, module)
             self._check(name, module, tensors_in((args, kwargs)))
-            if name in self._choosing and (other := self._uncalled(name)) is not None:
-                self._branching.setdefault(name, f"{self.where()} {self._choosing[name]}, and {other!r} is not called")
+            if name in self._choosing and (other := self._unused(name)) is not None:
+                self._branching.setdefault(name, f"{self.where()} {self._choosing[name]}, and {other!r} is not used")
             if name in self._branching:
                 self._keep_whole(name, module, tensors_in((args, kwargs, output)))
             self._asleep -= opaque
@@ -192,10 +208,11 @@ class Follower(TorchDispatchMode):
         self._hooks.append(module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
         self._hooks.append(module.register_forward_hook(leave, with_kwargs=True))
 
-    def _uncalled(self, name: str) -> str | None:
-        """A module with parameters of its own, inside the one of this name, which has not been called."""
-        inside = (n for n, m in self._modules.items() if m._parameters and n.startswith(f"{name}." if name else ""))
-        return next((n for n in inside if n != name and n not in self._order), None)
+    def _unused(self, name: str) -> str | None:
+        """A parameter of a module, or inside it, that no operation was given."""
+        prefix = f"{name}." if name else ""
+        own = self._modules[name].named_parameters()
+        return next((prefix + n for n, p in own if p.is_floating_point() and not self.n.is_met(p)), None)
 
     def unhook(self) -> None:
         for hook in self._hooks:
@@ -243,7 +260,7 @@ class Follower(TorchDispatchMode):
                 for dim in range(tensor.dim()):
                     if tensor.shape[dim] == size and (lying := self._lying(tensor, dim)):
                         call = (name, -2 - list(vars(module)).index(value.name))
-                        self._calls.setdefault(call, ([size], [size], [lying]))
+                        self._calls.setdefault(call, SizedCall("check", [size], [size], [lying]))
                         self._sizes.add(SizeRule(call, 0, (name, value.name)))
 
     def _open_attention(self, name: str, module: Any) -> None:
@@ -327,7 +344,10 @@ class Follower(TorchDispatchMode):
             self._choosing[module] = "picks by the values of a tensor what it hands on"
         if name not in ("_local_scalar_dense", "is_nonzero", "equal"):
             return
-        if all(self.n.is_constant(t) or self.n.is_discrete(t) for t in tensors_in(args)):
+        given = [t for t in tensors_in(args) if not self.n.is_constant(t)]
+        if all(self.n.is_discrete(t) for t in given):
+            if given:
+                self._choosing.setdefault(module, "decides by the whole numbers or masks that it is given")
             return
         self._branching.setdefault(module, f"{self.where()} decides by the values of a tensor")
 
@@ -395,11 +415,7 @@ class Follower(TorchDispatchMode):
             sizes=set(self._sizes),
             norms={name: (norm, numbered(nodes)) for name, (norm, nodes) in self._norms.items()}
             | {name: (RmsNorm("eps", 0.0), numbered(nodes)) for name, nodes in n.layer_norms.items()},
-            calls={
-                call: SizedCall(asked, sizes, [[numbered(nodes) for nodes in lying] for lying in along])
-                for call, (asked, sizes, along) in self._calls.items()
-                if any(along)
-            },
+            calls={call: known.numbered(numbered) for call, known in self._calls.items() if any(known.channels)},
             count=len(known),
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -58,6 +58,43 @@ def one_sample(inputs: Examples) -> Examples:
     if len(counts) != 1 or counts <= {0, 1}:
         return inputs
     return pytree.tree_map(lambda t: t[:1] if isinstance(t, Tensor) else t, inputs)
+
+
+def other_sizes(inputs: Examples) -> Iterator[tuple[Examples, ...]]:
+    """The examples in other sizes that a network may be given: longer texts, larger pictures, another batch.
+
+    The first sample alone, if there are more; and of that, for each dimension and for those of a picture together,
+    several to try, since a network may take only some of them. Tensors that are as long there as the first one change
+    with it.
+    """
+    sample = one_sample(inputs)
+    if sample is not inputs:
+        yield (sample,)
+    inputs, tensors = sample, tensors_in(sample)
+    dims = max((t.dim() for t in tensors), default=0)
+    for changed in [*((d,) for d in range(dims)), *([tuple(range(2, dims))] if dims > 3 else [])]:
+        sizes = {d: next(t.shape[d] for t in tensors if t.dim() > d) for d in changed}
+        # First one that is no multiple, for which a network may pad what it is given.
+        others = [{d: change(size) for d, size in sizes.items()} for change in CHANGES]
+        yield tuple(_resized(inputs, sizes, other) for other in others if all(other.values()) and other != sizes)
+
+
+CHANGES: tuple[Callable[[int], int], ...] = (
+    lambda size: size // 2 + 1,
+    lambda size: size // 2,
+    lambda size: size * 2,
+    lambda size: size // 4,
+)
+
+
+def _resized(inputs: Examples, sizes: dict[int, int], others: dict[int, int]) -> Examples:
+    def fit(leaf: Any) -> Any:
+        for d, size in sizes.items():
+            if isinstance(leaf, Tensor) and leaf.dim() > d and leaf.shape[d] == size:
+                leaf = leaf.index_select(d, torch.arange(others[d], device=leaf.device) % size)
+        return leaf
+
+    return pytree.tree_map(fit, inputs)
 
 
 def drawn_like(inputs: Examples, seed: int = 0, scale: float = 1.0) -> tuple[Examples, ...]:

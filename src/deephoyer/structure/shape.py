@@ -18,7 +18,7 @@ from deephoyer.structure.attention import narrow, opened
 from deephoyer.structure.joints import ConstantLayer, Gather, replace
 from deephoyer.structure.layers import CONV, LINEAR, NORM, WIRING, LayerKind, Renewed, kind_of, loose_tensors, put, size
 from deephoyer.structure.remove import owner, resize
-from deephoyer.structure.sizes import RECORD, narrowed, set_size, sizes_of
+from deephoyer.structure.sizes import PLACE, RECORD, narrowed, set_size, sizes_of
 
 VERSION = 1
 Entry = dict[str, Any]
@@ -49,7 +49,7 @@ def describe(model: nn.Module) -> dict[str, Any]:
             }
         elif name not in inside and (kind := kind_of(module)) is not None:
             modules[name] = _layer_entry(module, kind)
-    loose = {name: list(tensor.shape) for name, tensor in _loose(model).items()}
+    loose = {name: list(tensor.shape) for name, tensor in _loose(model).items() if not _made_anew(model, name)}
     sizes = {name: dict(sizes_of(module)) for name, module in model.named_modules() if hasattr(module, RECORD)}
     return {"version": VERSION, "modules": modules, "tensors": loose} | ({"sizes": sizes} if sizes else {})
 
@@ -230,6 +230,7 @@ def _tensor_steps(model: nn.Module, tensors: Any) -> list[Step]:
     _require(isinstance(tensors, Mapping), "its tensors are not a mapping")
     known = _loose(model)
     whole = [name for name in known if isinstance(owner(model, name)[0], nn.MultiheadAttention)]  # as files once had it
+    whole += [name for name in known if _made_anew(model, name)]
     said = {id(known[name]): shape for name, shape in tensors.items() if name in known}
     fits = set(tensors) <= set(known) and all(id(t) in said or name in whole for name, t in known.items())
     _require(fits, f"its tensors must be {', '.join(known) or 'none'}")
@@ -261,11 +262,9 @@ def _size_steps(model: nn.Module, sizes: Any) -> list[Step]:
 
 def _size_step(module: nn.Module, name: str, key: str, value: Any) -> Step:
     if ":" in key:
-        place = key.split(":")
-        good = len(place) in (2, 3) and all(part.isdigit() for part in place)
-        _require(good, f"{name!r}: {key!r} is not a call, a position and a size")
-        size = _number(name, value, 1, 2**31)
-        return lambda renewed: narrowed(module, tuple(map(int, place)), size)
+        _require(PLACE.fullmatch(key) is not None, f"{name!r}: {key!r} is not a size of a call")
+        size = _number(name, value, 0, 2**31)
+        return lambda renewed: narrowed(module, key, size)
     before = vars(module).get(key)
     if isinstance(before, float) and isinstance(value, float):
         _require(0 < value < 1, f"{name!r}: {value!r} is no {key}")
@@ -279,6 +278,12 @@ def _size_step(module: nn.Module, name: str, key: str, value: Any) -> Step:
 
 def _loose(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in loose_tensors(model) if not _of_a_joint(model, name)}
+
+
+def _made_anew(model: nn.Module, name: str) -> bool:
+    """Whether a buffer is none of the state dict's: a model makes it for itself, and maybe longer while it runs."""
+    module, attribute = owner(model, name)
+    return attribute in module._non_persistent_buffers_set
 
 
 def _of_a_joint(model: nn.Module, name: str) -> bool:

@@ -8,9 +8,10 @@ call, by a forward that knows the sizes of its calls (`narrowed`).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from math import prod
 from typing import Any
@@ -18,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+
+from deephoyer.errors import UserError
 
 VIEWS: frozenset[Any] = frozenset([Tensor.view, Tensor.reshape, torch.reshape, Tensor.unflatten, torch.unflatten])
 _SPLITS: list[Any] = [Tensor.split, torch.split, Tensor.split_with_sizes, torch.split_with_sizes]
@@ -34,9 +37,12 @@ _CREATES: list[Any] = [
 CREATES = frozenset(_CREATES)
 SLICES: frozenset[Any] = frozenset([Tensor.__getitem__])
 ASKS = VIEWS | SPLITS | CREATES | SLICES
+KINDS = {"view": VIEWS, "split": SPLITS, "create": CREATES, "slice": SLICES}
 NUMBERS = (int, torch.SymInt)  # the second is a batch size that an exporter leaves open
 RECORD = "narrowed_sizes"
 """The attribute in which a module keeps the sizes that it was given, so that a file can hold them."""
+PLACE = re.compile(r"\d+:\d+(:\d+(:(view|split|create))?|:-?\d+:slice:\d+:\d+)?")
+"""Where a size was set: which call, which of its sizes; what that was; what kind of call it is, and a slice of what."""
 
 Call = tuple[str, int]  # a module's name, and which of the calls within it
 
@@ -118,6 +124,10 @@ def counts_heads(name: str) -> bool:
     return "head" in name and not any(word in name for word in ("dim", "size", "width", "ch", "mask", "mul"))
 
 
+def kind_of_call(func: Any) -> str:
+    return next(kind for kind, functions in KINDS.items() if func in functions)
+
+
 def asked_sizes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
     """The sizes in a call of one of ASKS: one for each dimension of a view, −1 where it is left open; or each part's.
 
@@ -171,6 +181,17 @@ def slices_of(x: Tensor, index: Any) -> list[tuple[int, int, int]]:
                 stop = i.stop if isinstance(i.stop, int) and 0 <= i.stop <= size else stop
             found.append((dim, start, stop))
     return found
+
+
+def written_bounds(x: Tensor, index: Any) -> list[int | None]:
+    """The bounds that `slices_of` gives as the code has them: counted from the end, beyond it, or none at all.
+
+    >>> written_bounds(torch.zeros(2, 8), (slice(None, 1), slice(-4, 99)))
+    [None, 1, -4, 99]
+    """
+    cuts = [i for i in (index if isinstance(index, tuple) else (index,)) if i is not Ellipsis]
+    bounds = [n for i in cuts if i.start is not None or i.stop is not None for n in (i.start, i.stop)]
+    return [int(n) if isinstance(n, int | Tensor) else None for n in bounds]
 
 
 def with_sizes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: list[int]) -> Any:
@@ -232,15 +253,34 @@ class CallCounter:
 
 @dataclass
 class SizedCall:
-    """A call that named sizes while the network was followed: for each of them the channels that lie along it."""
+    """A call that named sizes while the network was followed: for each of them the channels that lie along it.
 
+    Of a slice also, for each bound: as the code has it, and of what it is one: a dimension, counted from the end, how
+    long that is, and the channels along it.
+    """
+
+    kind: str
     asked: list[int]
     sizes: list[int]
     channels: list[list[Tensor]]
+    cuts: list[tuple[int | None, int, int, list[Tensor]]] = field(default_factory=list)
 
     def expected(self, dead: Tensor) -> list[int]:
         """The sizes without the dead channels."""
         return [_left(size, lying, dead) for size, lying in zip(self.sizes, self.channels, strict=True)]
+
+    def numbered(self, number: Callable[[Tensor], Tensor]) -> SizedCall:
+        """The same with other numbers for the channels."""
+        channels = [[number(nodes) for nodes in lying] for lying in self.channels]
+        cuts = [(bound, dim, size, [number(nodes) for nodes in lying]) for bound, dim, size, lying in self.cuts]
+        return replace(self, channels=channels, cuts=cuts)
+
+    def record(self, position: int, dead: Tensor) -> tuple[int | str, ...]:
+        """What tells one of its sizes from others, where a forward takes another way and calls have other numbers."""
+        if not self.cuts:
+            return position, self.sizes[position] if self.kind == "view" else int(self.asked[position]), self.kind
+        bound, dim, size, lying = self.cuts[position]
+        return position, self.sizes[position] if bound is None else bound, self.kind, dim, _left(size, lying, dead)
 
 
 def _left(size: int, lying: list[Tensor], dead: Tensor) -> int:
@@ -322,9 +362,8 @@ def apply_sizes(model: nn.Module, rules: set[SizeRule], calls: dict[Call, SizedC
         if rule.attribute is not None:
             set_size(model.get_submodule(rule.attribute[0]), rule.attribute[1], value)
         elif left != known.sizes:
-            narrowed(
-                model.get_submodule(rule.call[0]), (rule.call[1], rule.position, known.sizes[rule.position]), value
-            )
+            place = (rule.call[1], *known.record(rule.position, dead))
+            narrowed(model.get_submodule(rule.call[0]), ":".join(map(str, place)), value)
 
 
 def set_size(module: nn.Module, name: str, value: float) -> None:
@@ -335,14 +374,14 @@ def set_size(module: nn.Module, name: str, value: float) -> None:
 
 
 def sizes_of(module: nn.Module) -> dict[str, Any]:
-    """The sizes that a module was given: attributes by their names, those of calls as `call:position:before`."""
+    """The sizes that a module was given: attributes by their names, those of calls as `PLACE` has it."""
     found: dict[str, Any] = vars(module).setdefault(RECORD, {})
     return found
 
 
-def narrowed(module: nn.Module, place: tuple[int, ...], value: int) -> None:
-    """Makes a module's forward use another size at one of its calls: which call, which of its sizes, what it was."""
-    sizes_of(module)[":".join(map(str, place))] = value
+def narrowed(module: nn.Module, place: str, value: int) -> None:
+    """Makes a module's forward use another size at one of its calls."""
+    sizes_of(module)[place] = value
     if not isinstance(module, Narrowed):
         kind = type(module)
         own = {"__module__": kind.__module__, "forward": _with_recorded_sizes(kind)}
@@ -356,13 +395,10 @@ class Narrowed(nn.Module):
 def _with_recorded_sizes(kind: type[nn.Module]) -> Callable[..., Any]:
     @wraps(kind.forward)  # exporters and trainers read the names of its arguments
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        recorded = _recorded(self)
-        number = -1
+        calls = RecordedCalls(_recorded(self))
 
         def do(func: Any, args: Any, kwargs: Any, asked: list[int]) -> Any:
-            nonlocal number
-            number += 1
-            sizes = _sizes_left(recorded, number, asked, args[0].numel() if func in VIEWS else None)
+            sizes = calls.sizes_of_next(func, args, asked)
             return func(*args, **kwargs) if sizes is None else with_sizes(func, args, kwargs, sizes)
 
         with Asking(do):
@@ -371,45 +407,99 @@ def _with_recorded_sizes(kind: type[nn.Module]) -> Callable[..., Any]:
     return forward
 
 
-Changes = list[
-    tuple[int, int | None, int]
-]  # of the sizes of one call: which, what it was (if that is known), what it is
+Change = tuple[int, int, int | None, str | None, tuple[int, int] | None]
+"""Of one size of a call: which it is, what is left, and what it was, in which kind of call, of what it is a bound."""
 
 
-def _recorded(module: nn.Module) -> dict[int, Changes]:
-    found: dict[int, Changes] = {}
+def _recorded(module: nn.Module) -> dict[int, list[Change]]:
+    found: dict[int, list[Change]] = {}
     for key, value in sizes_of(module).items():
         if ":" in key:
-            call, position, *before = map(int, key.split(":"))
-            found.setdefault(call, []).append((position, before[0] if before else None, value))
+            call, position, *rest = key.split(":")
+            before, kind = int(rest[0]) if rest else None, rest[1] if len(rest) > 1 else None
+            of = (int(rest[2]), int(rest[3])) if kind == "slice" else None
+            found.setdefault(int(call), []).append((int(position), value, before, kind, of))
     return found
 
 
-def _sizes_left(recorded: dict[int, Changes], number: int, asked: list[int], elements: int | None) -> list[int] | None:
-    """The sizes for a call instead of those that its code asks for; None where these are right.
+class RecordedCalls:
+    """Finds, call by call, the sizes that a module's code must be given in one forward.
 
-    A forward may take another way than when it was followed, with a cache or without padding: then a call has another
-    number, and a view that can't be made is recognised by the sizes that it asks for.
+    It may take another way than when it was followed, with a cache or a longer text: then its calls have other numbers,
+    and each is recognised by what it asks for.
     """
-    if number in recorded and (sizes := _changed(recorded[number], asked, elements, any)):
-        return sizes
-    if elements is None or any(not isinstance(size, int) or size < 0 for size in asked) or prod(asked) == elements:
-        return None
-    others = (_changed(changes, asked, elements, all) for changes in recorded.values())
-    return next((sizes for sizes in others if sizes), None)
+
+    def __init__(self, recorded: dict[int, list[Change]]) -> None:
+        self._recorded = recorded
+        self._number = -1
+        self._used: list[int] = []
+        self._other_way = False
+
+    def sizes_of_next(self, func: Any, args: Any, asked: list[int]) -> list[int] | None:
+        """The sizes instead of those that the code asks for; None where these are right."""
+        self._number += 1
+        kind, its = kind_of_call(func), self._recorded.get(self._number, [])
+        if kind != "view" and its and its[0][3] is None:  # of a file that doesn't say more
+            return _with_changes(its, asked)
+        if kind == "view":
+            if its and (sizes := _view(its, asked, args[0].numel(), any)):
+                return sizes
+            if any(not isinstance(size, int) or size < 0 for size in asked) or prod(asked) == args[0].numel():
+                return None
+            alike = [n for n, its in self._recorded.items() if _view(its, asked, args[0].numel(), all)]
+        else:
+            alike = [n for n, its in self._recorded.items() if _is_call(its, kind, args, asked)]
+        if not alike:
+            self._other_way |= bool(its)
+            return None
+        chosen = self._chosen(alike)
+        self._used.append(chosen)
+        return _with_changes(self._recorded[chosen], asked)
+
+    def _chosen(self, alike: list[int]) -> int:
+        """Which of the recorded calls that ask for the same it is: that of its number, or else in their order."""
+        if self._number in alike and not self._other_way:
+            return self._number
+        left = [[(position, value) for position, value, *_ in self._recorded[n]] for n in alike]
+        unused = [n for n in sorted(alike) if n not in self._used]
+        if not unused and any(one != left[0] for one in left):
+            raise UserError(
+                "a compacted module's code takes another way for these inputs than for the examples that it was "
+                "compacted with, and which of its sizes is meant can't be told; give inputs like these as examples."
+            )
+        return (unused or alike)[0]
 
 
-def _changed(
-    changes: Changes, asked: list[int], elements: int | None, alike: Callable[[Iterator[bool]], bool]
+def _view(
+    changes: list[Change], asked: list[int], elements: int, alike: Callable[[Iterator[bool]], bool]
 ) -> list[int] | None:
-    """The sizes with these changes, if the call asks for what it asked for then (others it may have computed)."""
-    if not all(position < len(asked) for position, _, _ in changes):
+    """The sizes with these changes, if the view asks for what it asked for then (others it may have computed)."""
+    if any(position >= len(asked) or kind not in (None, "view") for position, _, _, kind, _ in changes):
         return None
-    same = alike(before is None or asked[position] == before for position, before, _ in changes)
-    if elements is not None and not same:  # bounds of slices are counted from either end, and say less
+    if not alike(before is None or asked[position] == before for position, _, before, _, _ in changes):
         return None
-    sizes = list(asked)
-    for position, _, value in changes:
-        sizes[position] = value
-    fits = elements is None or any(not isinstance(s, int) or s < 0 for s in sizes) or prod(sizes) == elements
+    sizes = _with_changes(changes, asked)
+    fits = any(not isinstance(s, int) or s < 0 for s in sizes) or prod(sizes) == elements
     return sizes if fits else None
+
+
+def _is_call(changes: list[Change], kind: str, args: Any, asked: list[int]) -> bool:
+    """Whether a call that is no view is the one that these changes are of: it asks for the same, of the same."""
+    if any(position >= len(asked) or its != kind for position, _, _, its, _ in changes):
+        return False
+    written = written_bounds(args[0], args[1]) if kind == "slice" else asked
+    for position, _, before, _, of in changes:
+        if not isinstance(written[position], int) or written[position] != before:
+            return False
+        if of is not None:
+            dim = slices_of(args[0], args[1])[position // 2][0]
+            if of != (args[0].dim() - dim, args[0].shape[dim]):
+                return False
+    return True
+
+
+def _with_changes(changes: list[Change], asked: list[int]) -> list[int]:
+    sizes = list(asked)
+    for position, value, *_ in changes:
+        sizes[position] = value
+    return sizes

@@ -2,7 +2,7 @@
 
 Arithmetic hands NaN on by itself, but not everything does: a comparison makes true or false of it, `sign`
 makes 0, fused attention on a CPU makes 0 as well, and whole numbers and masks have no NaN at all. Here each
-operation is watched, and what it lost is put back. Not here: what layers do to their channels (`fold.py`).
+operation is watched, and what it lost is put back. Not here: what layers do to their channels (`fold_constants.py`).
 """
 
 from __future__ import annotations
