@@ -74,7 +74,7 @@ def verify(
             typer.echo(f"       {difference}")
     failed, without = seen.count("FAILED"), seen.count("weights not kept")
     held = f"{seen.count('ok')} of {len(seen) - without} records verified"
-    typer.echo(f"{held}: equal counts, accuracy within 2 of 10,000 images (1 of few), networks as they are stored")
+    typer.echo(f"{held}: equal counts, accuracy within 2 of 10,000 images, of the networks as they are stored")
     if without:
         typer.echo(f"{without} more without weights: their numbers are consistent, nothing was measured")
     if failed:

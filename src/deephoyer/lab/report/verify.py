@@ -1,7 +1,8 @@
 """Verification: a record is looked through, its network loaded, measured again and compared, number by number.
 
-Counts must be the same. Of the test images, up to two in 10,000 (one of fewer) may come out otherwise: the order of
-float32 additions differs between machines, and an image whose two best classes are that close may fall to either side.
+Counts must be the same. Of the test images, up to two in 10,000 (one in smaller test sets) may come out otherwise: the
+order of float32 additions differs between machines, and an image whose two best classes are that close may fall to
+either side.
 Nothing is unpickled, and nothing but the record's own recipe is asked.
 """
 
