@@ -259,7 +259,7 @@ def test_the_neurons_of_each_expert_are_counted_by_themselves(transposed):
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_coupled_neurons_of_experts_are_penalized_by_the_fast_path_and_left_alone_where_parameters_say_so(transposed):
+def test_coupled_groups_of_experts_take_the_fast_path_and_are_left_alone_where_parameters_say_so(transposed):
     net = nn.Sequential(nn.Linear(6, 4), Experts(transposed)).double()
     groups = dh.Coupled(net, torch.randn(5, 6).double())
     up = net[1].up.mT if transposed else net[1].up  # outputs before inputs
@@ -268,9 +268,10 @@ def test_coupled_neurons_of_experts_are_penalized_by_the_fast_path_and_left_alon
     parts = (up.square().sum((0, 2)), down.square().sum((0, 1)), net[1].up_bias.square().sum(0))
     neurons = sum(parts).sqrt().sum()
     width = (net[0].weight.square().sum(1) + net[0].bias.square() + up.square().sum((0, 1))).sqrt().sum()
-    torch.testing.assert_close(reg.loss(), neurons + width)
+    experts = sum(w.flatten(1).square().sum(1) for w in (up, down, net[1].up_bias)).sqrt().sum()  # which are summed up
+    torch.testing.assert_close(reg.loss(), neurons + width + experts)
     reg.add_grad_()
-    torch.testing.assert_close(net[1].up.grad, torch.autograd.grad(neurons + width, net[1].up)[0])
+    torch.testing.assert_close(net[1].up.grad, torch.autograd.grad(neurons + width + experts, net[1].up)[0])
     assert set(reg.stats()["backend"]) == {"foreach"}
     with pytest.raises(dh.UserError, match="all layers that a channel runs through must be among them"):
         dh.Regularizer(net, "l1", groups, 1.0, parameters="!1.up")

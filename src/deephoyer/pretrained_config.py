@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from deephoyer.inference import Examples
-from deephoyer.structure.equality import same
-from deephoyer.structure.sizes import RECORD
+from deephoyer.structure.equality import answers, same
+from deephoyer.structure.sizes import RECORD, asking_otherwise
 
 Place = tuple[str, int]  # a parameter's or buffer's name, and a dimension of it
 Sizes = dict[Place, int]
@@ -37,6 +37,8 @@ def say_sizes(model: nn.Module, inputs: Examples) -> None:
             plain = _with_tensors_of(model, _built(type(model), config))
             if _floats(plain) == _floats(model) and same(model, plain, inputs) < 1e-6:
                 vars(model.config).update(vars(config))
+                with asking_otherwise(model):
+                    answers(model, inputs)
     except Exception:  # it can't be built from its configuration alone, or is something else then
         return
 

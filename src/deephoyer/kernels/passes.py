@@ -18,7 +18,7 @@ from torch import Tensor
 from deephoyer.groups import ElementUnit, SliceUnit
 from deephoyer.kernels.layout import Matrix, Pairs, matrix, pairs_of, walks_alike
 from deephoyer.kernels.plain import Plain
-from deephoyer.kernels.slices import Face, Side, SlicePlan, side_of
+from deephoyer.kernels.slices import Face, SlicedSide, SlicePlan, side_of
 from deephoyer.penalties import Penalty
 from deephoyer.sharded import Reduction, offsets, same_cut
 from deephoyer.terms import Term
@@ -136,7 +136,7 @@ class Passes:
         fits = [self._fits(*pair, tensor) for pair, tensor in zip(pairs, self.tensors, strict=True)]
         by_device: dict[torch.device, list[Term]] = {}
         rest: list[Term] = []
-        seen: dict[tuple[int, int], Side] = {}
+        seen: dict[tuple[int, int], SlicedSide] = {}
         for term in self.terms:
             places = [number[id(t)] for t in term.unit.tensors]
             devices = {pairs[i][0].device for i in places}
@@ -158,7 +158,7 @@ class Passes:
         whole = tensor if tensor.grad is None else tensor.grad
         return grad is None or (same_cut(tensor, whole) and walks_alike(weight, grad))
 
-    def _knows(self, term: Term, pairs: Pairs, places: list[int], seen: dict[tuple[int, int], Side]) -> bool:
+    def _knows(self, term: Term, pairs: Pairs, places: list[int], seen: dict[tuple[int, int], SlicedSide]) -> bool:
         unit = term.unit
         if type(unit) is ElementUnit:
             return self.takes(term.penalty, element_wise=True) and pairs[places[0]][1] is not None

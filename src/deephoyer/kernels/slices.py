@@ -25,12 +25,12 @@ class Face:
     """All slices of a tensor along a dimension; the first of them has the number `first`."""
 
     tensor: Tensor
-    side: Side
+    side: SlicedSide
     first: int
     count: int
 
 
-class Side(NamedTuple):
+class SlicedSide(NamedTuple):
     """The dimension (0: rows, 1: columns) of a matrix that is sliced, and the groups that its columns are cut by.
 
     The groups are those of a convolution, or the matrices that a tensor has `stacked` along its dimension 0.
@@ -41,15 +41,15 @@ class Side(NamedTuple):
     stacked: bool = False
 
 
-def side_of(part: Slices) -> Side | None:
+def side_of(part: Slices) -> SlicedSide | None:
     """How a part slices its tensor; None where no kernel does."""
     whole = part.shape == tuple(part.tensor.shape)
     if part.keep in ((0,), (1,)) and whole:
-        return Side(part.keep[0])
+        return SlicedSide(part.keep[0])
     if part.keep in ((0, 1), (0, 2)) and whole and len(part.shape) == 3:
-        return Side(part.keep[1] - 1, part.shape[0], stacked=True)
+        return SlicedSide(part.keep[1] - 1, part.shape[0], stacked=True)
     if part.keep == (0, 2) and len(part.shape) == part.tensor.dim() + 1:
-        return Side(1, part.shape[0])
+        return SlicedSide(1, part.shape[0])
     return None
 
 
@@ -58,7 +58,7 @@ class SlicePlan:
 
     def __init__(self, terms: Sequence[Term], device: torch.device, dtype: torch.dtype):
         self.terms, self.dtype = list(terms), dtype
-        self.faces: dict[tuple[int, Side], Face] = {}
+        self.faces: dict[tuple[int, SlicedSide], Face] = {}
         self.slices = self.groups = 0
         self.lengths: list[int] = []
         pairs = [self._number(term.unit) for term in terms]

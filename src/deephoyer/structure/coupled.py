@@ -101,12 +101,13 @@ class Coupled(Grouping):
 
     def _parts(self, one: ChannelSet, named: dict[str, nn.Parameter]) -> list[Slices]:
         channels = torch.tensor(one.channels)  # in rising order
-        parts: list[Slices] = []
+        parts: dict[tuple[int, int], Slices] = {}
         for place in one.places:
             lying = self._wired.places[place]
             at = torch.searchsorted(channels, lying).clamp(max=len(channels) - 1)
-            parts += self._slices(place, torch.where(channels[at] == lying, at, -1), named)
-        return list({(id(p.tensor), p.keep): p for p in reversed(parts)}.values())[::-1]  # shared ones once
+            for part in self._slices(place, torch.where(channels[at] == lying, at, -1), named):
+                parts.setdefault((id(part.tensor), place[1]), part)  # shared ones once
+        return list(parts.values())
 
     def _slices(self, place: Place, bins: Tensor, named: dict[str, nn.Parameter]) -> list[Slices]:
         name, dim = place
@@ -114,8 +115,10 @@ class Coupled(Grouping):
             return []  # a buffer, or a shortcut without weights; or what needs not be zero
         tensor = named[name]
         bins = bins.to(tensor.device)
-        if dim > 0 and name in self._stacked:
-            return [Slices(name, tensor, tuple(tensor.shape), (0, dim), bins.repeat(tensor.shape[0]))]
+        if name in self._stacked:  # by rows or columns of all matrices, as the other groups on it
+            experts, rows = tensor.shape[:2]
+            bins = bins.repeat(experts) if dim else bins.repeat_interleave(rows)
+            return [Slices(name, tensor, tuple(tensor.shape), (0, dim or 1), bins)]
         return [Slices.along(name, tensor, dim, 1, bins)]
 
 

@@ -106,7 +106,7 @@ def _followed(
 class Follower(TorchDispatchMode):
     """Sees every operation, and knows in which module it happens."""
 
-    def __init__(self, model: nn.Module, exact: bool, turned: frozenset[int]) -> None:
+    def __init__(self, model: nn.Module, exact: bool, turned: frozenset[int] = frozenset()) -> None:
         super().__init__()
         self.n = Labels(model, exact, turned)
         self._operations = 0

@@ -41,6 +41,7 @@ KINDS = {"view": VIEWS, "split": SPLITS, "create": CREATES, "slice": SLICES}
 NUMBERS = (int, torch.SymInt)  # the second is a batch size that an exporter leaves open
 RECORD = "narrowed_sizes"
 """The attribute in which a module keeps the sizes that it was given, so that a file can hold them."""
+LEARNS = "_learns_sizes"
 PLACE = re.compile(r"\d+:\d+(:\d+(:(view|split|create))?|:-?\d+:slice:\d+:\d+)?")
 """Where a size was set: which call, which of its sizes; what that was; what kind of call it is, and a slice of what."""
 
@@ -398,7 +399,7 @@ def _with_recorded_sizes(kind: type[nn.Module]) -> Callable[..., Any]:
         calls = RecordedCalls(_recorded(self))
 
         def do(func: Any, args: Any, kwargs: Any, asked: list[int]) -> Any:
-            sizes = calls.sizes_of_next(func, args, asked)
+            sizes = calls.sizes_of_next(func, args, asked, getattr(self, LEARNS, None))
             return func(*args, **kwargs) if sizes is None else with_sizes(func, args, kwargs, sizes)
 
         with Asking(do):
@@ -407,19 +408,40 @@ def _with_recorded_sizes(kind: type[nn.Module]) -> Callable[..., Any]:
     return forward
 
 
-Change = tuple[int, int, int | None, str | None, tuple[int, int] | None]
-"""Of one size of a call: which it is, what is left, and what it was, in which kind of call, of what it is a bound."""
+@contextmanager
+def asking_otherwise(model: nn.Module) -> Iterator[None]:
+    """Within it the code of a network that was run before asks for other sizes: its configuration has new ones.
+
+    It must take the same way. What it asks for at the calls that have a record is recorded too.
+    """
+    modules = [module for module in model.modules() if isinstance(module, Narrowed)]
+    for module in modules:
+        setattr(module, LEARNS, sizes_of(module))
+    try:
+        yield
+    finally:
+        for module in modules:
+            delattr(module, LEARNS)
+
+
+Change = tuple[int, int, tuple[int, ...], str | None, tuple[int, int] | None]
+"""Of one size of a call: which it is, what is left, and what it was, in which kind of call, of what it is a bound.
+
+By the network's configuration it may have been one or another; in old files nothing is said of it.
+"""
 
 
 def _recorded(module: nn.Module) -> dict[int, list[Change]]:
-    found: dict[int, list[Change]] = {}
+    found: dict[int, dict[int, Change]] = {}
     for key, value in sizes_of(module).items():
         if ":" in key:
             call, position, *rest = key.split(":")
-            before, kind = int(rest[0]) if rest else None, rest[1] if len(rest) > 1 else None
+            kind = rest[1] if len(rest) > 1 else None
             of = (int(rest[2]), int(rest[3])) if kind == "slice" else None
-            found.setdefault(int(call), []).append((int(position), value, before, kind, of))
-    return found
+            its = found.setdefault(int(call), {})
+            before = its[int(position)][2] if int(position) in its else ()
+            its[int(position)] = (int(position), value, (*before, *map(int, rest[:1])), kind, of)
+    return {call: list(its.values()) for call, its in found.items()}
 
 
 class RecordedCalls:
@@ -435,10 +457,22 @@ class RecordedCalls:
         self._used: list[int] = []
         self._other_way = False
 
-    def sizes_of_next(self, func: Any, args: Any, asked: list[int]) -> list[int] | None:
-        """The sizes instead of those that the code asks for; None where these are right."""
+    def sizes_of_next(
+        self, func: Any, args: Any, asked: list[int], record: dict[str, Any] | None = None
+    ) -> list[int] | None:
+        """The sizes instead of those that the code asks for; None where these are right.
+
+        With a `record` it takes the same way as before, and what it asks for now is put down there.
+        """
         self._number += 1
         kind, its = kind_of_call(func), self._recorded.get(self._number, [])
+        if record is not None:
+            written = written_bounds(args[0], args[1]) if kind == "slice" else asked
+            for position, value, _, known, of in its:
+                if known is not None and isinstance(written[position], int):
+                    place = (self._number, position, written[position], known, *(of or ()))
+                    record[":".join(map(str, place))] = value
+            return _with_changes(its, asked) if its else None
         if kind != "view" and its and its[0][3] is None:  # of a file that doesn't say more
             return _with_changes(its, asked)
         if kind == "view":
@@ -476,7 +510,7 @@ def _view(
     """The sizes with these changes, if the view asks for what it asked for then (others it may have computed)."""
     if any(position >= len(asked) or kind not in (None, "view") for position, _, _, kind, _ in changes):
         return None
-    if not alike(before is None or asked[position] == before for position, _, before, _, _ in changes):
+    if not alike(not before or asked[position] in before for position, _, before, _, _ in changes):
         return None
     sizes = _with_changes(changes, asked)
     fits = any(not isinstance(s, int) or s < 0 for s in sizes) or prod(sizes) == elements
@@ -489,7 +523,7 @@ def _is_call(changes: list[Change], kind: str, args: Any, asked: list[int]) -> b
         return False
     written = written_bounds(args[0], args[1]) if kind == "slice" else asked
     for position, _, before, _, of in changes:
-        if not isinstance(written[position], int) or written[position] != before:
+        if not isinstance(written[position], int) or written[position] not in before:
             return False
         if of is not None:
             dim = slices_of(args[0], args[1])[position // 2][0]
