@@ -217,3 +217,6 @@ def test_the_readme_says_what_came_of_the_papers_settings(records):
     assert "reproduced" not in verdicts and f"none of the {words[len(rows)]} results that we ran is reproduced" in said
     larger = verdicts[titles.index("LeNet-5, Hoyer-Square, by the appendix")].removesuffix(" times as large")
     assert f"LeNet-5 with Hoyer-Square, as accurate with {larger} × the weights" in said
+    ours = {row[0]: row[3].partition(" at ")[0] for row in rows}
+    scripts, appendix = (ours[f"LeNet-300-100, Hoyer-Square, by the {reading}"] for reading in ("scripts", "appendix"))
+    assert f"keeps {scripts} weights by the released scripts and {appendix} by the appendix" in said

@@ -56,7 +56,7 @@ class Job:
 class ComparedRun:
     """The result of a job. `seconds` are the method's training and finetuning; dense training is not counted.
 
-    Runs of fresh seeds, which the tables are made of, have their command.
+    That of the first fresh seed has its command; those of the others have another seed.
     """
 
     method: str
@@ -288,7 +288,7 @@ class Comparison(Queue):
             held_out=MEASURES["accuracy"](self.folder(chain[-1]), last),
             accuracy=next(reversed(last["accuracy"].values())),
             seconds=round(sum(sum(s["seconds"].values()) for s in own), 1),
-            command=None if job.seed < self.protocol.choose else str(self._command(chain[-1])),
+            command=str(self._command(chain[-1])) if job.seed == self.protocol.choose else None,
             commit=(environment.get("git") or {}).get("commit"),
             device=environment.get("device_name"),
         )
