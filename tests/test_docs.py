@@ -169,18 +169,38 @@ def test_the_commands_of_records_give_folders_that_can_be_made(records):
     assert max(len(name) for name in names) <= 80 and not any(set(name) & set(",= ") for name in names)
 
 
+def comparison_of(name):
+    """Its protocol and what it found."""
+    protocol = comparison_protocol.read(name)
+    return protocol, methods_page.read(name, protocol)
+
+
 @pytest.fixture(scope="module")
 def compared():
-    """Of the comparison that prose speaks of: its protocol and what it found."""
-    protocol = comparison_protocol.read("lenet-300-100")
-    return protocol, methods_page.read("lenet-300-100", protocol)
+    """The comparison that most prose speaks of."""
+    return comparison_of("lenet-300-100")
+
+
+def final_accuracies(compared, method):
+    """In percent, of a method's chosen setting at the middle size."""
+    protocol, content = compared
+    return [100 * one.accuracy for one in methods_page.finals(protocol, content, method, protocol.middle)]
+
+
+def test_prose_about_structure_has_the_numbers_of_the_comparison():
+    compared = comparison_of("lenet-300-100-structure")
+    named = ["Taylor, one cut", "soft filter pruning", "group lasso", "Group-HS", "random"]
+    mean = {method: statistics.fmean(final_accuracies(compared, method)) for method in named}
+    assert sorted(mean, key=mean.get, reverse=True) == named
+    taylor, soft, lasso, ours, chance = (f"{mean[method]:.2f}" for method in named)
+    said = " ".join(text("README.md").split())
+    assert f"one cut by Taylor scores has {taylor} %, soft filter pruning {soft}, group lasso {lasso}, " in said
+    assert f"Group-HS {ours}, at random {chance}" in said
 
 
 def test_prose_about_methods_has_the_numbers_of_the_comparison(compared):
-    protocol, content = compared
-
     def accuracies(method):
-        return [100 * one.accuracy for one in methods_page.finals(protocol, content, method, protocol.middle)]
+        return final_accuracies(compared, method)
 
     def better(*methods):
         return f"{max(statistics.fmean(found) for method in methods if (found := accuracies(method))):.2f}"
