@@ -198,7 +198,9 @@ def test_prose_about_structure_has_the_numbers_of_the_comparison():
     assert f"Group-HS {ours}, at random {chance}" in said
     norm = f"{statistics.fmean(final_accuracies(compared, 'l1 norm, one cut')):.2f}"
     page = " ".join(text("docs/choosing.md").split())
-    assert f"has {taylor} %, group lasso {lasso}, Group-HS {ours}, one cut by l1 norms {norm}, less than at random" in page
+    assert (
+        f"has {taylor} %, group lasso {lasso}, Group-HS {ours}, one cut by l1 norms {norm}, less than at random" in page
+    )
 
 
 def test_prose_about_methods_has_the_numbers_of_the_comparison(compared):
