@@ -138,6 +138,20 @@ def test_whole_heads_go_though_nothing_is_called_a_head(kind):
     assert_same(net, small, numbers(3, 9, WIDTH, seed=1))
 
 
+class HeadByHead(Attention):
+    """Three calls that ask for the same, of which only that for the values is about fewer channels."""
+
+    def forward(self, x):
+        parts = (layer(x).split(self.per, -1) for layer in (self.q, self.k, self.v))
+        return self.o(torch.cat([(q @ k.mT).softmax(-1) @ v for q, k, v in zip(*parts, strict=True)], -1))
+
+
+def test_a_call_is_told_from_others_that_ask_for_the_same_by_what_it_splits():
+    net, small = halved(HeadByHead(), numbers(2, TOKENS, WIDTH))
+    assert (small.q.out_features, small.v.out_features) == (WIDTH, WIDTH // 2)
+    assert_same(net, small, numbers(3, 9, WIDTH, seed=1))
+
+
 class OneKey(Attention):
     """One key and one value for all heads, of layers of their own: heads lie beside channels that all of them share."""
 

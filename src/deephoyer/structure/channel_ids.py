@@ -23,7 +23,7 @@ class Labels:
         self.exact = exact
         self.turned = turned  # the numbers of views whose longest dimension stays, and another shrinks
         self._guesses: dict[int, Tensor] = {}
-        self._beside_heads: list[Tensor] = []
+        self._within_heads: list[Tensor] = []
         self.rounding = torch.float64
         self.layer_norms: dict[str, Tensor] = {}
         self.joined = Joined()
@@ -192,17 +192,17 @@ class Labels:
         """Notes the channels that a view is taken to leave free, where nothing is called heads."""
         self._guesses[view] = axis
 
-    def beside_heads(self, axes: list[Tensor]) -> None:
-        """Notes channels that lie beside heads: each head has some of them."""
-        self._beside_heads += axes
+    def within_heads(self, axes: list[Tensor]) -> None:
+        """Notes channels of which attention has some in each head: it sums or runs over them, or heads lie beside."""
+        self._within_heads += axes
 
     def wrong_guesses(self) -> frozenset[int]:
-        """The views that left channels free which proved to be fixed, or to lie within heads: others could be free."""
-        found = [self.joined.find(axis).flatten() for axis in self._beside_heads]
-        fixed = [root for root, why in self.joined.reasons().items() if not why.startswith("network")]
-        bound = torch.unique(torch.cat([torch.tensor(fixed, dtype=torch.long), *found]))
+        """The views that left channels free which proved to lie within heads: those could be free instead."""
+        if not self._guesses or not self._within_heads:
+            return frozenset()
+        within = torch.unique(torch.cat([self.joined.find(axis).flatten() for axis in self._within_heads]))
         its = {view: self.joined.find(axis).flatten() for view, axis in self._guesses.items()}
-        return frozenset(view for view, roots in its.items() if torch.isin(roots, bound).all())
+        return frozenset(view for view, roots in its.items() if torch.isin(roots, within).all())
 
     def finish(self) -> None:
         """Rows of a table that no slice took may be wanted for other inputs, a longer text: none goes."""

@@ -47,6 +47,7 @@ from deephoyer.structure.sizes import (
     kind_of_call,
     mark_settings,
     slices_of,
+    split_dim,
     written_bounds,
 )
 
@@ -155,14 +156,17 @@ class Follower(TorchDispatchMode):
         if func in CREATES:
             made = [d for d, size in enumerate(sizes) if isinstance(size, Setting) and tensors[0].shape[d] > 1]
             self.n.set(tensors[0], [self.n.fresh(tensors[0], d, None) for d in made])
+        cuts = []
         if func in SPLITS:
-            dim = kwargs.get("dim", args[2] if len(args) > 2 else 0) % args[0].dim()
+            dim = split_dim(args, kwargs)
             lie = [(t, dim) for t in tensors[: len(sizes)]]
+            whole = self._lying(args[0], dim)
+            cuts = [(int(size), args[0].dim() - dim, args[0].shape[dim], whole) for size in sizes]
         else:
             lie = [(tensors[0], d) for d in range(tensors[0].dim())]
         if len(lie) == len(sizes):
             shape, lying = [t.shape[d] for t, d in lie], [self._lying(t, d) for t, d in lie]
-            self._calls.setdefault(call, SizedCall(kind_of_call(func), sizes, shape, lying))
+            self._calls.setdefault(call, SizedCall(kind_of_call(func), sizes, shape, lying, cuts))
         return out
 
     def _lying(self, tensor: Tensor, dim: int) -> list[Tensor]:

@@ -229,7 +229,7 @@ def _one_shrinks(n: Labels, op: Operation, axis: Tensor, dims: list[int]) -> Ten
     """Ties what lies along all but one of the dimensions that a dimension was taken apart into.
 
     Where heads are counted, whole heads go; else what the code leaves open (−1); else the longest. If that has proved
-    to be fixed, it is the next longest.
+    to lie within heads, it is the next longest.
     """
     varying = [d for d in dims if n.varies(axis, d)]
     if len(varying) < 2:
@@ -467,6 +467,7 @@ def orders(n: Labels, op: Operation) -> None:
     if not isinstance(dim, int) or isinstance(dim, bool):
         return mixes(n, op)
     for axis in n.along(x, dim):
+        n.within_heads([axis])
         n.joined.fix(axis, f"{op.name} in {op.where} runs over channels")
     if op.outs[0].dim() != x.dim():
         return mixes(n, op)

@@ -30,7 +30,7 @@ def product(n: Labels, op: Operation, left: Tensor, right: Tensor) -> list[Tenso
         heads = [axis for axis in (*rows, *columns) if axis.shape[0] > 1]
         n.heads += heads
         if heads:
-            n.beside_heads(n.along(left, -2) + n.along(right, -1))
+            n.within_heads(n.along(left, -2) + n.along(right, -1))
     above, beside = unexpanded(left)[:-1], unexpanded(right)
     return meet(n, [([*above, 1], rows), ([*beside[:-2], 1, beside[-1]], columns)], op.where)
 
@@ -41,6 +41,7 @@ def read(n: Labels, op: Operation, x: Tensor, x_dim: int, w: Tensor, w_dim: int)
     for tensor, axes in ((x, mine), (w, theirs)):
         if axes and not n.is_weight(tensor) and not n.is_weight(w if tensor is x else x):
             for axis in axes:
+                n.within_heads([axis])
                 n.joined.fix(axis, f"{op.where} sums over them")
     if mine and theirs:
         first = n.line(mine[0], x_dim)
@@ -278,6 +279,7 @@ def attends(n: Labels, op: Operation) -> None:
         _whole_heads(n, tensor)
     for tensor in (query, key):
         for axis in n.along(tensor, -1):
+            n.within_heads([axis])
             n.joined.fix(axis, f"attention in {op.where} is scaled by their number")
     for axis in (axis for tensor in (query, key, value) for axis in n.along(tensor, -2)):
         n.joined.fix(axis, f"attention in {op.where} runs over them")
@@ -300,7 +302,7 @@ def attends(n: Labels, op: Operation) -> None:
     n.heads += [axis for _, axes in parts for axis in axes]
     columns = n.along(value, -1)
     if any(axes for _, axes in parts):
-        n.beside_heads(columns)
+        n.within_heads(columns)
     n.set(out, [*meet(n, parts, op.where), *columns])
     for tensor in op.outs[1:]:
         n.set(tensor, [])

@@ -42,8 +42,8 @@ NUMBERS = (int, torch.SymInt)  # the second is a batch size that an exporter lea
 RECORD = "narrowed_sizes"
 """The attribute in which a module keeps the sizes that it was given, so that a file can hold them."""
 LEARNS = "_learns_sizes"
-PLACE = re.compile(r"\d+:\d+(:\d+(:(view|split|create))?|:-?\d+:slice:\d+:\d+)?")
-"""Where a size was set: which call, which of its sizes; what that was; what kind of call it is, and a slice of what."""
+PLACE = re.compile(r"\d+:\d+(:\d+(:(view|split|create))?|:\d+:split:\d+:\d+|:-?\d+:slice:\d+:\d+)?")
+"""Where a size was set: which call, which of its sizes; what that was; what kind of call it is, and a part of what."""
 
 Call = tuple[str, int]  # a module's name, and which of the calls within it
 
@@ -195,6 +195,11 @@ def written_bounds(x: Tensor, index: Any) -> list[int | None]:
     return [int(n) if isinstance(n, int | Tensor) else None for n in bounds]
 
 
+def split_dim(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """The dimension that a call of one of SPLITS is along."""
+    return int(kwargs.get("dim", args[2] if len(args) > 2 else 0)) % int(args[0].dim())
+
+
 def with_sizes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: list[int]) -> Any:
     """Calls one of ASKS with other sizes."""
     if func in VIEWS:
@@ -210,7 +215,7 @@ def with_sizes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: 
         kwargs = {name: value for name, value in kwargs.items() if name != "size"}
         own = args[:1] if func in (Tensor.new_zeros, Tensor.new_ones, Tensor.new_full) else ()
         return func(*own, sizes, *rest, **kwargs)
-    dim = kwargs.get("dim", args[2] if len(args) > 2 else 0)
+    dim = split_dim(args, kwargs)
     whole = not isinstance(kwargs.get("split_size", args[1] if len(args) > 1 else 0), int)
     return args[0].split(sizes if whole else sizes[0], dim)
 
@@ -399,7 +404,7 @@ def _with_recorded_sizes(kind: type[nn.Module]) -> Callable[..., Any]:
         calls = RecordedCalls(_recorded(self))
 
         def do(func: Any, args: Any, kwargs: Any, asked: list[int]) -> Any:
-            sizes = calls.sizes_of_next(func, args, asked, getattr(self, LEARNS, None))
+            sizes = calls.sizes_of_next(func, args, kwargs, asked, getattr(self, LEARNS, None))
             return func(*args, **kwargs) if sizes is None else with_sizes(func, args, kwargs, sizes)
 
         with Asking(do):
@@ -437,7 +442,7 @@ def _recorded(module: nn.Module) -> dict[int, list[Change]]:
         if ":" in key:
             call, position, *rest = key.split(":")
             kind = rest[1] if len(rest) > 1 else None
-            of = (int(rest[2]), int(rest[3])) if kind == "slice" else None
+            of = (int(rest[2]), int(rest[3])) if len(rest) > 2 else None
             its = found.setdefault(int(call), {})
             before = its[int(position)][2] if int(position) in its else ()
             its[int(position)] = (int(position), value, (*before, *map(int, rest[:1])), kind, of)
@@ -458,7 +463,7 @@ class RecordedCalls:
         self._other_way = False
 
     def sizes_of_next(
-        self, func: Any, args: Any, asked: list[int], record: dict[str, Any] | None = None
+        self, func: Any, args: Any, kwargs: Any, asked: list[int], record: dict[str, Any] | None = None
     ) -> list[int] | None:
         """The sizes instead of those that the code asks for; None where these are right.
 
@@ -482,7 +487,7 @@ class RecordedCalls:
                 return None
             alike = [n for n, its in self._recorded.items() if _view(its, asked, args[0].numel(), all)]
         else:
-            alike = [n for n, its in self._recorded.items() if _is_call(its, kind, args, asked)]
+            alike = [n for n, its in self._recorded.items() if _is_call(its, kind, args, kwargs, asked)]
         if not alike:
             self._other_way |= bool(its)
             return None
@@ -517,7 +522,7 @@ def _view(
     return sizes if fits else None
 
 
-def _is_call(changes: list[Change], kind: str, args: Any, asked: list[int]) -> bool:
+def _is_call(changes: list[Change], kind: str, args: Any, kwargs: Any, asked: list[int]) -> bool:
     """Whether a call that is no view is the one that these changes are of: it asks for the same, of the same."""
     if any(position >= len(asked) or its != kind for position, _, _, its, _ in changes):
         return False
@@ -526,7 +531,7 @@ def _is_call(changes: list[Change], kind: str, args: Any, asked: list[int]) -> b
         if not isinstance(written[position], int) or written[position] not in before:
             return False
         if of is not None:
-            dim = slices_of(args[0], args[1])[position // 2][0]
+            dim = slices_of(*args)[position // 2][0] if kind == "slice" else split_dim(args, kwargs)
             if of != (args[0].dim() - dim, args[0].shape[dim]):
                 return False
     return True
