@@ -143,7 +143,9 @@ class HeadByHead(Attention):
 
     def forward(self, x):
         parts = (layer(x).split(self.per, -1) for layer in (self.q, self.k, self.v))
-        return self.o(torch.cat([(q @ k.mT).softmax(-1) @ v for q, k, v in zip(*parts, strict=True)], -1))
+        return self.o(
+            torch.cat([(q @ k.mT / self.per**0.5).softmax(-1) @ v for q, k, v in zip(*parts, strict=True)], -1)
+        )
 
 
 def test_a_call_is_told_from_others_that_ask_for_the_same_by_what_it_splits():
