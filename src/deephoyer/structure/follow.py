@@ -160,8 +160,8 @@ class Follower(TorchDispatchMode):
         if func in SPLITS:
             dim = split_dim(args, kwargs)
             lie = [(t, dim) for t in tensors[: len(sizes)]]
-            whole = self._lying(args[0], dim)
-            cuts = [(int(size), args[0].dim() - dim, args[0].shape[dim], whole) for size in sizes]
+            along = self._lying(args[0], dim)
+            cuts = [(int(size), args[0].dim() - dim, args[0].shape[dim], along) for size in sizes]
         else:
             lie = [(tensors[0], d) for d in range(tensors[0].dim())]
         if len(lie) == len(sizes):
