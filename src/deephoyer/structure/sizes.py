@@ -42,6 +42,7 @@ NUMBERS = (int, torch.SymInt)  # the second is a batch size that an exporter lea
 RECORD = "narrowed_sizes"
 """The attribute in which a module keeps the sizes that it was given, so that a file can hold them."""
 LEARNS = "_learns_sizes"
+"""The attribute of a module that is to put down what its code asks for now."""
 PLACE = re.compile(r"\d+:\d+(:\d+(:(view|split|create))?|:\d+:split:\d+:\d+|:-?\d+:slice:\d+:\d+)?")
 """Where a size was set: which call, which of its sizes; what that was; what kind of call it is, and a part of what."""
 
@@ -261,8 +262,8 @@ class CallCounter:
 class SizedCall:
     """A call that named sizes while the network was followed: for each of them the channels that lie along it.
 
-    Of a slice also, for each bound: as the code has it, and of what it is one: a dimension, counted from the end, how
-    long that is, and the channels along it.
+    Of a slice or a split also, for each bound or part: what the code asks for, and of what: a dimension, counted from
+    the end, how long that is, and the channels along it.
     """
 
     kind: str
