@@ -309,6 +309,14 @@ def test_a_dense_training_is_a_run_that_can_be_shown_opened_and_found(tmp_path):
     assert any("differs on 0 of 10,000 test images" in line for line in said)
 
 
+def test_a_run_and_the_dense_network_that_it_is_timed_beside_lie_in_one_memory_format(tmp_path):
+    run = Run(recipe.read("paper/lenet-5", ["data={name: mnist, limit: 200}", "device=cpu"]), tmp_path)
+    run.prepare()
+    for network in (run.model, run.fresh_model()):
+        weight = network.get_parameter("conv2.weight")
+        assert weight.is_contiguous(memory_format=torch.channels_last) and not weight.is_contiguous()
+
+
 def test_the_folder_keeps_the_words_and_an_older_one_is_refused(tmp_path):
     command = recipe.Command("demo", (*SMALL, "finetune=null"))
     Run(command.read(), tmp_path, command=command).execute()

@@ -139,7 +139,7 @@ class Recipe(Part):
     precision: Literal["float32", "tf32", "bfloat16"] = "float32"
     """The precision of training."""
     channels_last: bool = False
-    """The memory format of images and convolutions."""
+    """Images and convolutions channels last in memory on a GPU; on a CPU they always are."""
     accumulate: int = Field(default=1, ge=1)
     """The number of parts of a batch whose gradients are computed in turn, for one step."""
     compile: Literal["off", "blocks"] = "off"

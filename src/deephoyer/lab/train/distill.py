@@ -24,6 +24,7 @@ from deephoyer.lab.train import teacher_cache
 from deephoyer.lab.train.augment import place
 from deephoyer.lab.train.batches import Draw, moved
 from deephoyer.lab.train.compiling import Compiled, repeated
+from deephoyer.lab.train.memory_format import memory_format
 from deephoyer.weights import LAYERS
 
 Position = tuple[bool, int, int]
@@ -128,16 +129,16 @@ def teachers_of(recipe: Recipe, data: Source, device: torch.device, say: Callabl
     """The teachers that a recipe names, on the run's device."""
     settings = recipe.distill
     assert settings is not None
-    teachers = []
+    teachers, layout = [], memory_format(recipe, device)
     for network in (find.network(words, "distill.teachers") for words in settings.teachers):
         if network.model is None:
             raise UserError(
                 f"distill.teachers: {network.path} does not say which model it is of; "
                 "write {file: …, model: …} in its place."
             )
-        teacher = built_for(network.path, network.model).to(device)
+        teacher = built_for(network.path, network.model).to(device).to(memory_format=layout)
         checkpoint.fill(teacher, network.path, "distill.teachers")
-        teachers.append(teacher.to(memory_format=torch.channels_last) if recipe.channels_last else teacher)
+        teachers.append(teacher)
     return Teachers(
         teachers,
         data,

@@ -16,12 +16,13 @@ from deephoyer.lab.train import batches
 from deephoyer.lab.train.batches import Batch, Draw
 from deephoyer.lab.train.compiling import Compiled, repeated
 from deephoyer.lab.train.distill import Teachers
+from deephoyer.lab.train.memory_format import memory_format
 
 
 def logits(model: Callable[[Tensor], Tensor], x: Tensor, recipe: Recipe) -> Tensor:
     """A model's outputs, computed in the recipe's precision and memory format."""
-    if recipe.channels_last:
-        x = x.contiguous(memory_format=torch.channels_last)
+    if x.dim() == 4:
+        x = x.contiguous(memory_format=memory_format(recipe, x.device))
     with torch.autocast(x.device.type, torch.bfloat16, enabled=recipe.precision == "bfloat16"):
         outputs: Tensor = model(x)
     return outputs.float()

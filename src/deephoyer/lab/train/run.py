@@ -34,6 +34,7 @@ from deephoyer.lab.train.distill import Teachers, teachers_of
 from deephoyer.lab.train.distributed import Processes, local_device, process_group
 from deephoyer.lab.train.evaluate import Correct, count_correct, count_outputs
 from deephoyer.lab.train.loop import Diverged, TrainingLoop
+from deephoyer.lab.train.memory_format import memory_format
 from deephoyer.lab.train.progress import Silent
 from deephoyer.lab.train.pruning import pruned, warning_of_loss
 from deephoyer.lab.train.resume import Checkpoints, StageTensors
@@ -136,8 +137,6 @@ class Run:
             )
         torch.manual_seed(batches.seed_of(self.recipe.seed, "weights"))
         self.model = self.fresh_model()
-        if self.recipe.channels_last:
-            self.model = self.model.to(memory_format=torch.channels_last)
         self._try_one_image()
         self._split()
         self._check_batch(min(self.recipe.batch_size, len(self.pool)))
@@ -285,8 +284,9 @@ class Run:
         return groupings(several(choices), self.model, self.data.example())
 
     def fresh_model(self) -> nn.Module:
-        """A new network of the recipe's model, on the run's device."""
-        return models.of(self.recipe.model).to(self.device)
+        """A new network of the recipe's model, on the run's device and in its memory format."""
+        model = models.of(self.recipe.model).to(self.device)
+        return model.to(memory_format=memory_format(self.recipe, self.device))
 
     # Evaluating
 
