@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -389,6 +390,16 @@ def test_a_comparison_runs_to_its_end_goes_on_after_a_stop_and_writes_its_page(c
     whole = Path("results/methods/mine.json").read_text()
     code, said, error = command("compare", "mine.yaml", *TINY, "--only", "l1", "--write")
     assert code == 0 and Path("results/methods/mine.json").read_text() == whole, "the other methods stay in it"
+
+    shutil.rmtree("runs")
+    code, said, error = command("compare", "mine.yaml", *TINY, "--write")
+    assert code == 0 and "12 results are in results/methods already" in said and not Path("runs").exists(), error
+    assert Path("results/methods/mine.json").read_text() == whole, "what was kept is not run again"
+    code, _, error = command("compare", "mine.yaml", *TINY, "finetune.epochs=2", "--write")
+    assert code == 2 and "has the results of other settings" in error and "finetune.epochs=1" in error
+    code, said, _ = command("compare", "mine.yaml", *TINY, "finetune.epochs=2", "--plan")
+    assert code == 0 and said.startswith("0 of "), "nor is it taken for results of other epochs"
+
     content = json.loads(whole)
     assert len(content["chosen"]) == 4 and not content["failed"]
     finals = [o for o in content["outcomes"] if o["seed"] >= 1]

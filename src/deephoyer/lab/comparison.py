@@ -2,9 +2,10 @@
 
 For each method and size, the setting with the best mean held-out accuracy over a few seeds is chosen; a grid whose best
 value is at its end is extended there. The chosen setting is then run with fresh seeds, and their test accuracies are
-compared. Every run is an ordinary one in `runs/`, so the same command resumes; a network that was trained without
-knowing the size is shared by all sizes. The middle size is finished first, for all methods, so a comparison that is
-stopped early has one complete table. The YAML files are read in `comparison_protocol.py`.
+compared. Every run is an ordinary one in `runs/`, so the same command resumes; results that were kept in a file are
+not run again. A network that was trained without knowing the size is shared by all sizes. The middle size is finished
+first, for all methods, so a comparison that is stopped early has one complete table. The YAML files are read in
+`comparison_protocol.py`.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import math
 import shlex
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,8 @@ class Comparison(Queue):
         self._busy: set[Path] = set()
         self._failed: dict[Path, str] = {}
         self._outcomes: dict[Job, ComparedRun] = {}
+        self._failures: dict[Job, str] = {}
+        self._recalled: set[Job] = set()
 
     def _check(self, method: str, job: Job) -> None:
         """A method's own overrides must not change what is equal for all."""
@@ -119,6 +122,36 @@ class Comparison(Queue):
                     f"comparison {self.name}: settings are chosen on held-out images, so {method} needs "
                     f"epoch_selection=held-out, not {recipe.epoch_selection}."
                 )
+
+    def recall(self, content: Mapping[str, Any]) -> int:
+        """Takes the results of a file, so that those runs are not needed again; returns how many it took.
+
+        None of a file with other epochs or overrides: they must not stand in one table.
+        """
+        if not self.has_settings_of(content):
+            return 0
+        for kept in (*content["outcomes"], *content["failed"]):
+            job = Job(*(kept[field.name] for field in fields(Job)))
+            if "why" in kept:
+                self._failures[job] = kept["why"]
+            else:
+                self._outcomes[job] = ComparedRun(**kept)
+        self._recalled = {*self._outcomes, *self._failures}
+        return len(self._recalled)
+
+    def has_settings_of(self, content: Mapping[str, Any]) -> bool:
+        """Whether a results file is of runs with the same epochs and overrides."""
+        own = self._settings()
+        words = content.get("words", own["words"])
+        return bool(content["epochs"] == own["epochs"]) and sorted(words) == sorted(own["words"])
+
+    def _settings(self) -> dict[str, Any]:
+        """What all runs have in common, besides the protocol."""
+        stages = (self.dense_epochs, self.training_epochs, self.epochs - self.training_epochs)
+        return {
+            "epochs": dict(zip(Epochs.model_fields, stages, strict=True)),
+            "words": [word for word in self.overrides if not word.partition("=")[0].endswith(".epochs")],
+        }
 
     # Which runs there are
 
@@ -244,6 +277,8 @@ class Comparison(Queue):
                 assumed = entry.values[place % len(entry.values) if own else 0] if value is None else value
                 jobs = [*self._choosing(method, entry.values, size)] if own else []
                 for job in (*jobs, *(Job(method, assumed, seed, size) for seed in self.protocol.fresh_seeds)):
+                    if job in self._recalled:
+                        continue
                     epochs = self._epochs(entry)
                     runs |= {self.folder(words): n for words, n in zip(self.chain(job), epochs, strict=True)}
         return runs, {folder for folder in runs if self._is_done(folder)}
@@ -298,6 +333,8 @@ class Comparison(Queue):
 
     def failure(self, job: Job) -> str | None:
         """Why a job failed: the log of the first failed run of its chain."""
+        if job in self._failures:
+            return self._failures[job]
         for folder in map(self.folder, self.chain(job)):
             if not self._is_done(folder) and folder in self._failed:
                 return self._failed[folder]
@@ -317,13 +354,11 @@ class Comparison(Queue):
             for size in self.protocol.sizes
             if (value := self.chosen(method, size)) is not None
         ]
-        of_stages = (self.dense_epochs, self.training_epochs, self.epochs - self.training_epochs)
         return {
             "format": FORMAT,
             "name": self.name,
             "protocol": self.protocol.digest(),
-            "epochs": dict(zip(Epochs.model_fields, of_stages, strict=True)),
-            "words": [word for word in self.overrides if not word.partition("=")[0].endswith(".epochs")],
+            **self._settings(),
             "chosen": chosen,
             "outcomes": outcomes,
             "failed": failed,

@@ -37,15 +37,17 @@ def compare(
     """Compares methods by one protocol: same start, epochs, number of settings, sizes. Run it again to resume."""
     from deephoyer.lab import sweep as sweeps
     from deephoyer.lab.comparison import Comparison
+    from deephoyer.lab.report import methods_page
 
     if name == "all":
         _write_page()
         return
     comparison = Comparison(name, overrides or [], only or [], minutes)
+    kept = methods_page.read(comparison.name, comparison.protocol)
     if write:
-        from deephoyer.lab.report import methods_page
-
         methods_page.refuse_another(comparison)  # before anything runs
+    if kept is not None and (count := comparison.recall(kept)):
+        out.print(f"{count:,} results are in {methods_page.RESULTS} already and are not run again.")
     runs, done = comparison.cost()
     left = sum(epochs for folder, epochs in runs.items() if folder not in done)
     hours = (left * seconds_an_epoch + (len(runs) - len(done)) * seconds_a_run) / 3600
@@ -60,10 +62,12 @@ def compare(
             devices = [comparison.device] * at_once
             words = [comparison.protocol.base, *comparison.overrides]
             sweeps.run_queue(words, comparison, at_once, devices, show=show, mps=mps, say=say, timed=False)
-    if done or not plan:
+    if done or kept is not None or not plan:
         out.print(_table(comparison))
     if write:
         whole = Comparison(name, overrides or []) if only else comparison  # keeps the results of the other methods
+        if kept is not None and only:
+            whole.recall(kept)
         out.print(f"wrote {methods_page.write(whole)}")
         _draw(comparison.name)
         _write_page()

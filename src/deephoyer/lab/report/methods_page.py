@@ -6,6 +6,7 @@ The numbers come from `comparison.py`, through `results/methods/*.json`; nothing
 from __future__ import annotations
 
 import json
+import shlex
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -46,6 +47,9 @@ def refuse_another(found: Comparison) -> None:
     content, packaged = _content(path), _packaged(found.name)
     mine, owner = found.protocol.digest(), (content or {}).get("protocol", packaged)
     if owner in (None, mine):
+        if content is not None and not found.has_settings_of(content):
+            kept = " ".join([*(f"{stage}.epochs={n}" for stage, n in content["epochs"].items()), *content["words"]])
+            raise UserError(f"compare: {path} has the results of other settings ({kept}): rename or delete that file.")
         return
     if owner == packaged:
         raise UserError(
@@ -89,7 +93,8 @@ def page(results: Path = RESULTS, figures: Path | None = None) -> str:
         if content is None or not content["outcomes"]:
             parts.append(_planned(name, protocol))
             continue
-        parts.append(f"`deephoyer compare {name}`; {_protocol(protocol, content['epochs'], content.get('words', ()))}.")
+        epochs, words = content["epochs"], content.get("words", ())
+        parts.append(f"`{_command(name, protocol, epochs, words)}`; {_protocol(protocol, epochs, words)}.")
         parts += [_table(protocol, content, size) for size in protocol.sizes]
         if figures is not None and (figures / f"methods-{name}.svg").exists():
             parts.append(f"![Test accuracy of every seed]({figures.name}/methods-{name}.svg)")
@@ -97,7 +102,6 @@ def page(results: Path = RESULTS, figures: Path | None = None) -> str:
         parts.append(_off_by_a_factor(protocol, content))
         if figures is not None and (figures / f"strengths-{name}.svg").exists():
             parts.append(f"![Points lost against the strength]({figures.name}/strengths-{name}.svg)")
-        parts.append(_commands(protocol, content))
     every = read_all(results.parent)
     for title, about, rows in (
         ("By the paper's own settings", PAPERS, own_settings.PAPER),
@@ -117,6 +121,13 @@ def _protocol(protocol: Protocol, epochs: Mapping[str, int | None], words: Seque
         f"all runs use `{protocol.base}`{f' with {_listed(own)}' if own else ''}; {settings} settings for each method, "
         f"chosen on {seeds}; {protocol.final} fresh seeds"
     )
+
+
+def _command(name: str, protocol: Protocol, epochs: Mapping[str, int], words: Sequence[str]) -> str:
+    """What was typed: the epochs and words that are not the comparison's own."""
+    own = dict(protocol.epochs)
+    typed = [f"{stage}.epochs={count}" for stage, count in epochs.items() if count != own[stage]]
+    return shlex.join(["deephoyer", "compare", name, *(w for w in words if w not in protocol.words), *typed])
 
 
 def _planned(name: str, protocol: Protocol) -> str:
@@ -314,18 +325,6 @@ def _off_by_a_factor(protocol: Protocol, content: dict[str, Any] | None) -> str:
     ]
     title = "**Accuracy lost with a strength that is wrong by up to a factor of ten**, in points, held-out images, "
     return f"{title}target {100 * protocol.middle:g} %\n\n{_grid(titles, lines, words=1)}"
-
-
-def _commands(protocol: Protocol, content: dict[str, Any] | None) -> str:
-    lines = []
-    for method in protocol.methods:
-        for size in protocol.sizes:
-            found = finals(protocol, content, method, size)
-            if found:
-                lines.append(f"- {method}, {100 * size:g} %, seed {found[0].seed}: `{found[0].command}`")
-    if not lines:
-        return ""
-    return "\n".join(["<details><summary>The runs behind the rows</summary>", "", *lines, "", "</details>"])
 
 
 def _grid(titles: Sequence[str], lines: Sequence[Sequence[str]], words: int) -> str:
