@@ -20,8 +20,7 @@ CIFAR = (
     "public networks. *Best test epoch* is given for rows of the last epoch. *Its start*: the accuracy that the run "
     "begins with. *The paper's front there* interpolates its four points and is constant past the last; in brackets "
     "our difference to it. *Faster*: the dense network's time ÷ the compacted one's, at that batch size; on the GPU "
-    "only the compacted one was timed channels last, so that column compares two memory formats until it is measured "
-    "again. *Per layer* runs compact with `joints: gather`; all but the dense ones had teachers."
+    "only the latter was channels last (to be redone). *Per layer* runs compact with `joints: gather`; all but the dense ones had teachers."
 )
 NOT_RUN = "Not run by us yet: the numbers of the paper and of the methods it compares with."
 NO_SETTINGS = " Not run by us yet with the paper's exact settings."
