@@ -19,8 +19,8 @@ CIFAR = (
     "removed; *executed* MACs are those after compaction (others: as they report). *Measured by us*: the authors' "
     "public networks. *Best test epoch* is given for rows of the last epoch. *Its start*: the accuracy that the run "
     "begins with. *The paper's front there* interpolates its four points and is constant past the last; in brackets "
-    "our difference to it. *Faster*: the dense network's time ÷ the compacted one's, at that batch size; on the GPU "
-    "only the latter was channels last (to be redone). *Per layer* runs compact with `joints: gather`; all but the dense ones had teachers."
+    "our difference to it. *Faster*: the dense network's time ÷ the compacted one's (GPU: only the latter channels "
+    "last; to be redone). *Per layer* runs compact with `joints: gather`; all but the dense ones had teachers."
 )
 NOT_RUN = "Not run by us yet: the numbers of the paper and of the methods it compares with."
 NO_SETTINGS = " Not run by us yet with the paper's exact settings."
