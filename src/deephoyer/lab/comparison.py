@@ -31,7 +31,7 @@ from deephoyer.lab.runs.folder import FAILED
 from deephoyer.lab.schema import Recipe
 from deephoyer.lab.search import MEASURES
 
-FORMAT = "deephoyer-comparison-1"
+FORMAT = "deephoyer-comparison-2"
 TOLERANCE = 0.01
 """The largest relative deviation from the target size."""
 DECADE = 10.0
@@ -142,8 +142,7 @@ class Comparison(Queue):
     def has_settings_of(self, content: Mapping[str, Any]) -> bool:
         """Whether a results file is of runs with the same epochs and overrides."""
         own = self._settings()
-        words = content.get("words", own["words"])
-        return bool(content["epochs"] == own["epochs"]) and sorted(words) == sorted(own["words"])
+        return bool(content["epochs"] == own["epochs"]) and sorted(content["words"]) == sorted(own["words"])
 
     def _settings(self) -> dict[str, Any]:
         """What all runs have in common, besides the protocol."""
@@ -319,12 +318,12 @@ class Comparison(Queue):
         environment = last.get("environment", {})
         return ComparedRun(
             **asdict(job),
-            share=share,
-            held_out=MEASURES["accuracy"](self.folder(chain[-1]), last),
+            share=round(share, 7),
+            held_out=round(MEASURES["accuracy"](self.folder(chain[-1]), last), 7),
             accuracy=next(reversed(last["accuracy"].values())),
             seconds=round(sum(sum(s["seconds"].values()) for s in own), 1),
             command=str(self._command(chain[-1])) if job.seed == self.protocol.choose else None,
-            commit=(environment.get("git") or {}).get("commit"),
+            commit=(environment.get("git") or {}).get("commit", "")[:12] or None,
             device=environment.get("device_name"),
         )
 
@@ -403,7 +402,7 @@ class Comparison(Queue):
         self._busy.discard(child.folder)
         self._done[child.folder] = child.result() is not None
         if not self._done[child.folder]:
-            self._failed[child.folder] = child.log_tail()
+            self._failed[child.folder] = child.log_tail().removeprefix("deephoyer: ")
 
     def interrupted(self, child: ChildRun) -> None:
         self._busy.discard(child.folder)

@@ -32,6 +32,9 @@ OTHERS = """The figures that sparse variational dropout, SNIP and l0 report for 
 optimizers and schedules of their papers and released scripts. The l0 paper used a different λ for each layer; here l0
 has one λ for all layers, is pruned to the printed size, and finetuned."""
 
+TABLES = ("chosen", "outcomes", "failed")
+"""What a results file keeps as tables: a line of names, then a line for each run or setting."""
+
 
 def write(found: Comparison) -> Path:
     """Writes the results of a comparison to its file, unless that belongs to another."""
@@ -44,18 +47,19 @@ def write(found: Comparison) -> Path:
 def refuse_another(found: Comparison) -> None:
     """Tells it where the results file of this comparison's name belongs to another protocol."""
     path = RESULTS / f"{found.name}.json"
-    content, packaged = _content(path), _packaged(found.name)
-    mine, owner = found.protocol.digest(), (content or {}).get("protocol", packaged)
-    if owner in (None, mine):
-        if content is not None and not found.has_settings_of(content):
-            kept = " ".join([*(f"{stage}.epochs={n}" for stage, n in content["epochs"].items()), *content["words"]])
-            raise UserError(f"compare: {path} has the results of other settings ({kept}): rename or delete that file.")
-        return
-    if owner == packaged:
+    content, mine = _content(path), found.protocol.digest()
+    if found.name in comparison_protocol.names() and comparison_protocol.read(found.name).digest() != mine:
         raise UserError(
             f"compare: {path} is for the comparison {found.name!r} that comes with deephoyer, and {found.source} says "
             "something else: give your file another name."
         )
+    if content is None:
+        return
+    if content["protocol"] == mine:
+        if not found.has_settings_of(content):
+            kept = " ".join([*(f"{stage}.epochs={n}" for stage, n in content["epochs"].items()), *content["words"]])
+            raise UserError(f"compare: {path} has the results of other settings ({kept}): rename or delete that file.")
+        return
     raise UserError(
         f"compare: {path} has the results of another protocol than {found.source}: rename or delete that file, or give "
         "this comparison another name."
@@ -65,13 +69,7 @@ def refuse_another(found: Comparison) -> None:
 def read(name: str, protocol: Protocol, results: Path = RESULTS) -> dict[str, Any] | None:
     """The results of a comparison; None if it was not run, or if those of that name are of another protocol."""
     content = _content(results / f"{name}.json")
-    mine = protocol.digest()
-    return content if content is not None and content.get("protocol", mine) == mine else None
-
-
-def _packaged(name: str) -> str | None:
-    """The digest of the comparison of that name that comes with the package, which results without any belong to."""
-    return comparison_protocol.read(name).digest() if name in comparison_protocol.names() else None
+    return content if content is not None and content["protocol"] == protocol.digest() else None
 
 
 def _content(path: Path) -> dict[str, Any] | None:
@@ -80,7 +78,7 @@ def _content(path: Path) -> dict[str, Any] | None:
     content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     if content.get("format") != FORMAT:
         raise UserError(f"{path}: not a comparison written by this version of deephoyer.")
-    return content
+    return {key: _as_objects(value) if key in TABLES else value for key, value in content.items()}
 
 
 def page(results: Path = RESULTS, figures: Path | None = None) -> str:
@@ -170,10 +168,17 @@ def _one_line_per_run(content: dict[str, Any]) -> str:
     """JSON in which each run is a line: a difference of two files then names the runs that differ."""
     parts = []
     for key, value in content.items():
-        runs = isinstance(value, list) and value and isinstance(value[0], dict)
-        lines = ",\n  ".join(map(json.dumps, value)) if runs else ""
-        parts.append(f" {json.dumps(key)}: " + (f"[\n  {lines}\n ]" if runs else json.dumps(value)))
+        text = json.dumps(value)
+        if key in TABLES:
+            lines = [list(value[0]), *(list(one.values()) for one in value)] if value else []
+            text = "[\n  " + ",\n  ".join(map(json.dumps, lines)) + "\n ]"
+        parts.append(f" {json.dumps(key)}: {text}")
     return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def _as_objects(lines: list[list[Any]]) -> list[dict[str, Any]]:
+    """What a table of a results file says: its first line has the names."""
+    return [dict(zip(lines[0], line, strict=True)) for line in lines[1:]]
 
 
 def finals(protocol: Protocol, content: dict[str, Any] | None, method: str, size: float) -> list[ComparedRun]:

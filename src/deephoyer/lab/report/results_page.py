@@ -17,10 +17,10 @@ MNIST = {
 CIFAR = (
     "The paper's counting leaves out filters and channels that are zero in a layer, whether or not they can be "
     "removed; *executed* MACs are those after compaction (others: as they report). *Measured by us*: the authors' "
-    "public networks. *Best test epoch* is given for rows of the last epoch. *Its start*: the accuracy that the run "
-    "begins with. *The paper's front there* interpolates its four points and is constant past the last; in brackets "
-    "our difference to it. *Faster*: the dense network's time ÷ the compacted one's (GPU: only the latter channels "
-    "last; to be redone). *Per layer* runs compact with `joints: gather`; all but the dense ones had teachers."
+    "public networks. *Best test epoch* is given for rows of the last epoch. *Its start*: the accuracy before the run. "
+    "*The paper's front there* interpolates its four points, constant past the last; in brackets our difference. "
+    "*Faster*: the dense network's time ÷ the compacted one's (GPU: only the latter channels last). *Per layer* runs "
+    "compact with `joints: gather`; all but the dense ones had teachers."
 )
 NOT_RUN = "Not run by us yet: the numbers of the paper and of the methods it compares with."
 NO_SETTINGS = " Not run by us yet with the paper's exact settings."
