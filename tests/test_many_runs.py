@@ -11,9 +11,12 @@ import pytest
 
 import deephoyer as dh
 from deephoyer.lab import cores, sweep
+from deephoyer.lab import recipe as recipes
 from deephoyer.lab.fork_server import Forked, ForkServer
 from deephoyer.lab.processes import IMPORTS, ChildRun, ListQueue, Starter, run_children
-from deephoyer.lab.search import Axis, Search, goals
+from deephoyer.lab.search import MEASURES, Axis, Search, goals
+from deephoyer.lab.train.result import finish
+from deephoyer.lab.train.run import Run
 
 QUICK = [
     "data={name: mnist, limit: 300}",
@@ -555,6 +558,42 @@ def test_a_trial_that_failed_counts_and_says_why(tmp_path):
     member.status = 2
     study.ended(member)
     assert not study.open() and study.failures() == [(member.overrides, "deephoyer: no such luck.")]
+
+
+def test_a_trial_that_is_interrupted_again_and_again_is_not_lost_but_one_whose_workers_die_is_given_up(tmp_path):
+    study = _search(tmp_path / "study", 1)
+    for _ in range(6):
+        study.interrupted(study.next())
+    assert study.failures() == [] and study.open()
+    for _ in range(4):
+        study._requeue(study.next().about["trial"])
+    assert not study.open() and [why for _, why in study.failures()] == ["its worker died"]
+
+
+def test_a_trial_whose_network_was_not_compacted_fails_by_itself_and_says_why(tmp_path):
+    axes = [Axis.read("regularize.strength=1e-4..1e-2:log")]
+    study = Search("demo", QUICK, axes, goals([], ["macs"]), 2, tmp_path / "study")
+    member = study.next()
+    member.folder.mkdir(parents=True)
+    (member.folder / "summary.json").write_text(json.dumps({"not_compacted": "its outputs differ."}))
+    member.status = 0
+    study.ended(member)
+    assert study.failures() == [(member.overrides, "its network was not compacted: its outputs differ.")]
+    assert study.next() is not None
+
+
+def test_a_study_whose_folder_was_renamed_goes_on(tmp_path):
+    member = _search(tmp_path / "study", 1).next()
+    (tmp_path / "study").rename(tmp_path / "moved")
+    moved = _search(tmp_path / "moved", 1, silent_after=0.0)
+    assert moved.next().overrides == member.overrides
+
+
+def test_the_accuracy_of_a_network_that_is_not_finetuned_is_that_after_it_was_pruned(tmp_path):
+    density = "prune={rule: density, value: 0.001}"
+    changes = [*QUICK[:2], "pretrain.epochs=1", "regularize=null", "finetune=null", density]
+    run = Run(recipes.read("demo", changes), tmp_path).execute()
+    assert MEASURES["accuracy"](tmp_path, finish(run)) == run.accuracy(run.selection_images)
 
 
 def test_two_workers_share_a_study_and_one_that_is_killed_loses_no_trial(tmp_path):

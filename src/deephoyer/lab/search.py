@@ -154,8 +154,14 @@ class Search(Queue):
 
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         place: Any = storage
+        name = self.folder.absolute().name
         if storage is None:
-            place = JournalStorage(JournalFileBackend(str(folder_at(self.folder) / "study.journal")))
+            try:
+                place = JournalStorage(JournalFileBackend(str(folder_at(self.folder) / "study.journal")))
+                names = optuna.get_all_study_names(place)
+            except (ValueError, KeyError, OSError) as why:
+                raise UserError(f"{self.folder}/study.journal: can't be read: {first_line(why)}.") from None
+            name = name if name in names else next(iter(names), name)  # the folder may have been renamed
         elif "://" not in storage:
             raise UserError(f"--storage {storage!r}: give an address like postgresql://user@host/database.")
         settings = {
@@ -169,12 +175,12 @@ class Search(Queue):
                 storage=place,
                 # Workers must not draw the same settings: each has its own stream.
                 sampler=optuna.samplers.TPESampler(seed=seed + os.getpid(), multivariate=len(self.axes) > 1),
-                study_name=self.folder.name,
+                study_name=name,
                 directions=["maximize" if aim.maximize else "minimize" for aim in self.aims],
                 load_if_exists=True,
             )
         except Exception as why:  # each storage has errors of its own
-            raise UserError(f"the study {self.folder.name} can't be opened: {first_line(why)}.") from None
+            raise UserError(f"the study {name} can't be opened: {first_line(why)}.") from None
         stored = study.user_attrs.get("search")
         if stored is None:
             study.set_user_attr("search", settings)
@@ -211,19 +217,20 @@ class Search(Queue):
         return any(trial.state.name in ("RUNNING", "WAITING") for trial in self._all()) or self._room()
 
     def ended(self, child: ChildRun) -> None:
-        import optuna
-
         number = child.about["trial"]
         summary = child.result()
         if summary is None:
-            self._note(number, "why", child.log_tail())
-            self.study.tell(number, state=optuna.trial.TrialState.FAIL, skip_if_finished=True)
+            self._fail(number, child.log_tail())
             return
-        values = [float(MEASURES[aim.measure](child.folder, summary)) for aim in self.aims]
-        self.study.tell(number, values, skip_if_finished=True)
+        try:
+            values = [float(MEASURES[aim.measure](child.folder, summary)) for aim in self.aims]
+        except UserError as why:
+            self._fail(number, str(why))
+        else:
+            self.study.tell(number, values, skip_if_finished=True)
 
     def interrupted(self, child: ChildRun) -> None:
-        self._requeue(child.about["trial"])
+        self._requeue(child.about["trial"], died=False)
 
     def tick(self, busy: Sequence[ChildRun]) -> None:
         """Writes the heartbeats of this worker's trials."""
@@ -231,6 +238,12 @@ class Search(Queue):
             self._last_heartbeat = time.monotonic()
             for child in busy:
                 self._heartbeat(child.about["trial"])
+
+    def _fail(self, number: int, why: str) -> None:
+        from optuna.trial import TrialState
+
+        self._note(number, "why", why)
+        self.study.tell(number, state=TrialState.FAIL, skip_if_finished=True)
 
     # Trials
 
@@ -262,14 +275,16 @@ class Search(Queue):
                 if time.time() - trial.user_attrs.get("alive", began) > self.silent_after:
                     self._requeue(trial.number)
 
-    def _requeue(self, number: int) -> None:
-        """Ends the trial and queues its settings again; if several workers try, one succeeds."""
+    def _requeue(self, number: int, died: bool = True) -> None:
+        """Ends the trial and queues its settings again; if several workers try, one succeeds.
+
+        Only a worker that died counts: the trial may be the cause.
+        """
         trial = next(t for t in self._all() if t.number == number)
-        tries = trial.user_attrs.get("tries", 1)
-        if not self._close(number, "retried" if tries <= RETRIES else None):
-            return
-        if tries <= RETRIES and trial.params:
-            self.study.enqueue_trial(trial.params, user_attrs={"tries": tries + 1, "retry_of": number})
+        tries = trial.user_attrs.get("tries", 1) + died
+        again = tries <= RETRIES + 1
+        if self._close(number, "retried" if again else None) and again and trial.params:
+            self.study.enqueue_trial(trial.params, user_attrs={"tries": tries, "retry_of": number})
 
     def _close(self, number: int, given_up: str | None) -> bool:
         """Ends a running trial without a value; False where another worker was first."""
@@ -303,12 +318,14 @@ class Search(Queue):
 
 def _compacted(summary: dict[str, Any]) -> dict[str, Any]:
     if "compact" not in summary:
-        raise UserError(f"a trial's network was not compacted: {summary.get('not_compacted')}")
+        raise UserError(f"its network was not compacted: {summary.get('not_compacted')}")
     return summary["compact"]["total"]
 
 
 def _selected_accuracy(folder: Path, summary: dict[str, Any]) -> float:
-    """The accuracy on the images that select epochs, in the epoch that was kept of the last stage."""
+    """The accuracy on the images that select epochs: after the last stage, in the epoch that was kept of it."""
+    if "selection_accuracy" in summary:
+        return float(summary["selection_accuracy"])
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     stage = lines[-1]["stage"]
     epoch = summary["selected"].get(stage, lines[-1]["epoch"])

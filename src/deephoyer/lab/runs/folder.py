@@ -8,7 +8,8 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -60,6 +61,7 @@ class RunFolder:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             self._lock.close()
+            self._lock = None
             raise UserError(f"run folder {self.path}: another process is using it.") from None
         _locks.add(self._lock)
         (self.path / FAILED).unlink(missing_ok=True)
@@ -76,6 +78,18 @@ class RunFolder:
             _locks.discard(self._lock)
             self._lock.close()
             self._lock = None
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """The folder locked for a while; one that is already open here stays open afterwards."""
+        if self._lock is not None:
+            yield
+            return
+        self.open()
+        try:
+            yield
+        finally:
+            self.close()
 
     def write_json(self, name: str, content: Any) -> None:
         write_atomically(self.path / name, (json.dumps(content, indent=1) + "\n").encode())

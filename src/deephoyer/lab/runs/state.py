@@ -39,6 +39,8 @@ class State:
     density_before: float | None = None
     top5: dict[str, float] = field(default_factory=dict)
     unreadable: list[str] = field(default_factory=list)
+    selection_accuracy: float | None = None
+    """Of the final network on the images that select epochs, if the last stage has no epochs that say it."""
 
     @classmethod
     def read(cls, content: Any) -> State:

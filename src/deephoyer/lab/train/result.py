@@ -47,8 +47,11 @@ def read_record(folder: RunFolder) -> dict[str, Any]:
 
 def finish(run: Run) -> dict[str, Any]:
     """Measures and compacts the final network, writes both and the record; an existing record is only read."""
-    if (run.folder / "summary.json").exists():
-        return read_record(run.folder)
+    with run.folder.locked():  # a second command with this folder must not measure and write at the same time
+        return read_record(run.folder) if (run.folder / "summary.json").exists() else _measured(run)
+
+
+def _measured(run: Run) -> dict[str, Any]:
     example = run.data.example(2)
     graph = _graph(run, example)
     final, why_not = _tidied(run, example, graph)
@@ -66,8 +69,9 @@ def finish(run: Run) -> dict[str, Any]:
     }
     if why_not is not None:
         record["not_tidied"] = why_not
-    if run.state.prune_value is not None:
-        record["prune_value"] = run.state.prune_value
+    for key in ("prune_value", "selection_accuracy"):
+        if getattr(run.state, key) is not None:
+            record[key] = getattr(run.state, key)
     # Files are given to others: where the data lie here is in the folder's recipe.yaml alone.
     recipe = run.recipe.anywhere().model_dump(mode="json")
     origin = {"recipe": recipe, "accuracy": run.state.accuracy, "protocol": run.recipe.epoch_selection}

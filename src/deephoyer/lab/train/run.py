@@ -227,6 +227,8 @@ class Run:
         self.state.accuracy[title] = score.accuracy
         if score.top5 is not None:
             self.state.top5[title] = score.top5
+        if stage == self.stages[-1] and not getattr(getattr(self.recipe, stage), "epochs", 0):
+            self.state.selection_accuracy = self.accuracy(self.selection_images)
         before = self.state.accuracy[TITLES[self.stages[place - 1]]] if place else None
         if stage == "prune" and (warning := warning_of_loss(before, score.accuracy)):
             self.progress.note(warning)
