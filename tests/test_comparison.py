@@ -171,6 +171,18 @@ def test_the_setting_with_the_best_mean_on_held_out_images_is_chosen_for_each_si
     assert {job.seed for job in final} == set(range(3, 13)) and len(final) == 30
 
 
+def test_of_settings_with_equal_accuracies_the_first_is_chosen_also_after_they_were_rounded():
+    right = {5e-5: (5800, 5801, 5815), 1e-4: (5801, 5814, 5801), 2e-4: (5815, 5800, 5801)}  # of 6,000 images
+
+    def told(digits):
+        def held_out(job):
+            return round(right.get(job.value, (5700,) * 3)[job.seed] / 6000, digits) if job.seed < 3 else 0.9
+
+        return Told("lenet-300-100", held_out, only=["l1"]).chosen("l1", 0.0173)
+
+    assert {told(digits) for digits in range(7, 17)} == {5e-5}
+
+
 def test_a_grid_whose_best_lies_at_its_end_goes_on_there():
     rising = Told("lenet-300-100", lambda job: min(0.9, job.value), only=["l1"])
     assert rising.values("l1", 0.01)[-4:] == [1.6e-3, 3.2e-3, 6.4e-3, 1.3e-2]

@@ -217,12 +217,13 @@ class Comparison(Queue):
         return (Job(method, value, seed, size) for value in values for seed in range(self.protocol.choose))
 
     def _best(self, method: str, values: Sequence[float], size: float) -> float | None:
-        """The value with the best mean held-out accuracy, of those where no seed failed."""
+        """The value with the best mean held-out accuracy, of those where no seed failed; the first of equal ones."""
         means: dict[float, float] = {}
         for value in values:
             outcomes = [self.outcome(job) for job in self._choosing(method, [value], size)]
             if all(outcomes):
-                means[value] = statistics.fmean(run.held_out for run in outcomes if run is not None)
+                # Rounded: accuracies that are equal in images must stay so, whatever their decimals add up to.
+                means[value] = round(statistics.fmean(run.held_out for run in outcomes if run is not None), 6)
         return max(means, key=lambda value: means[value]) if means else None
 
     def chosen(self, method: str, size: float) -> float | None:

@@ -36,8 +36,9 @@ class LeNet5(nn.Module):
         self.fc2 = nn.Linear(500, positive_whole(classes, "classes"))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.max_pool2d(F.relu(self.conv1(x)), 2)
-        x = F.max_pool2d(F.relu(self.conv2(x)), 2)
+        # Pooled first, which gives the same values and gradients from a quarter of the ReLU's work.
+        x = F.relu(F.max_pool2d(self.conv1(x), 2))
+        x = F.relu(F.max_pool2d(self.conv2(x), 2))
         return self.fc2(self.drop(F.relu(self.fc1(x.flatten(1)))))
 
 
