@@ -22,6 +22,8 @@ from deephoyer.lab.report.record import Record, read_all
 from deephoyer.lab.report.significance import holm, sign_flips
 
 RESULTS = Path("results") / "methods"
+TAG = "one-protocol"
+"""That of the records of comparisons."""
 LEVEL = 0.05
 NOT_RUN = "not run yet"
 PAPERS = """The paper's strengths and thresholds, Adam at 1e-3 throughout, the epoch that is best on the test images.
@@ -84,6 +86,7 @@ def _content(path: Path) -> dict[str, Any] | None:
 def page(results: Path = RESULTS, figures: Path | None = None) -> str:
     """The whole page, as Markdown."""
     parts = [(Path(__file__).parent / "templates" / "methods.md").read_text(encoding="utf-8").rstrip()]
+    every = read_all(results.parent)
     for name in comparison_protocol.names():
         protocol = comparison_protocol.read(name)
         content = read(name, protocol, results)
@@ -94,19 +97,31 @@ def page(results: Path = RESULTS, figures: Path | None = None) -> str:
         epochs, words = content["epochs"], content.get("words", ())
         parts.append(f"`{_command(name, protocol, epochs, words)}`; {_protocol(protocol, epochs, words)}.")
         parts += [_table(protocol, content, size) for size in protocol.sizes]
+        parts.append(_published(protocol, every))
         if figures is not None and (figures / f"methods-{name}.svg").exists():
             parts.append(f"![Test accuracy of every seed]({figures.name}/methods-{name}.svg)")
         parts.append(_flatness(protocol, content))
         parts.append(_off_by_a_factor(protocol, content))
         if figures is not None and (figures / f"strengths-{name}.svg").exists():
             parts.append(f"![Points lost against the strength]({figures.name}/strengths-{name}.svg)")
-    every = read_all(results.parent)
     for title, about, rows in (
         ("By the paper's own settings", PAPERS, own_settings.PAPER),
         ("By their own settings", OTHERS, own_settings.OWN),
     ):
         parts += [f"## {title}", about, _by_own_settings(rows, every)]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _published(protocol: Protocol, every: Sequence[Record]) -> str:
+    """Where the runs lie that anyone can measure again."""
+    own = [record for record in every if TAG in record.tags and record.base == protocol.base]
+    if not own:
+        return ""
+    seed, folder = own[0].seed, Path(own[0].path).parent.name
+    return (
+        f"Of {len(own)} methods the run with seed {seed} at {100 * protocol.middle:g} % is published with its weights: "
+        f"`deephoyer verify results/{own[0].network}/{folder}` measures it again."
+    )
 
 
 def _protocol(protocol: Protocol, epochs: Mapping[str, int | None], words: Sequence[str]) -> str:
