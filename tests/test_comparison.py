@@ -136,6 +136,15 @@ def test_no_dense_networks_are_trained_for_methods_that_start_from_scratch(tmp_p
     assert len(started) == 3 * 8 * 3 and all("method=snip" in member.overrides for member in started)
 
 
+def test_no_dense_networks_are_trained_for_seeds_whose_results_are_kept(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    kept = Told("lenet-300-100", lambda job: 0.9 - abs(job.value - 1e-4), only=["l1"]).content()
+    found = Comparison("lenet-300-100", only=["l1"])
+    assert found.recall(kept) and found.next() is None
+    found.run_again(found.exemplary())
+    assert [member.name for member in iter(found.next, None)] == ["dense, seed 3"]
+
+
 def test_what_cannot_be_pruned_is_not_tried_again_and_what_failed_otherwise_is(tmp_path, monkeypatch):
     """Data that are missing and a disk that is full are exit status 2, too."""
     monkeypatch.chdir(tmp_path)

@@ -395,14 +395,13 @@ class Comparison(Queue):
 
     def _waiting(self) -> Iterator[tuple[tuple[str, ...], str]]:
         """The next run of each unsettled job, with a title; then the dense networks for the fresh seeds."""
-        for job in self.jobs():
-            if not self._settled(job):
-                yield next(
-                    (words, self._title(job, words))
-                    for words in self.chain(job)
-                    if not self._is_done(self.folder(words))
-                )
-        if any(entry.way != "scratch" for entry in self.methods.values()):
+        unsettled = [job for job in self.jobs() if not self._settled(job)]
+        for job in unsettled:
+            yield next(
+                (words, self._title(job, words)) for words in self.chain(job) if not self._is_done(self.folder(words))
+            )
+        still_choosing = any(job.seed < self.protocol.choose for job in unsettled)
+        if still_choosing and any(entry.way != "scratch" for entry in self.methods.values()):
             for seed in self.protocol.fresh_seeds:
                 words = self._dense(seed)
                 if not self._is_done(folder := self.folder(words)) and folder not in self._failed:

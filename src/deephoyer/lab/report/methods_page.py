@@ -24,7 +24,7 @@ from deephoyer.lab.report.significance import holm, sign_flips
 RESULTS = Path("results") / "methods"
 TAG = "one-protocol"
 """That of the records of comparisons."""
-LEVEL = 0.05
+LEVEL, BEST = 0.05, "**best**"
 NOT_RUN = "not run yet"
 PAPERS = """The paper's strengths and thresholds, Adam at 1e-3 throughout, the epoch that is best on the test images.
 The paper's appendix (normalised inputs) and the released scripts (raw inputs, weight decay 1e-4 while finetuning)
@@ -148,7 +148,7 @@ def _planned(name: str, protocol: Protocol) -> str:
     sizes = _listed([f"{100 * size:g}" for size in protocol.sizes])
     return (
         f"Not run yet. `deephoyer compare {name}` compares {_listed(list(protocol.methods))} at {sizes} % of the "
-        f"{_counted(protocol)}; {_protocol(protocol, dict(protocol.epochs), protocol.words)}."
+        f"{counted(protocol)}; {_protocol(protocol, dict(protocol.epochs), protocol.words)}."
     )
 
 
@@ -162,7 +162,7 @@ def _listed(words: Sequence[str]) -> str:
     return ", ".join(words[:-1]) + " and " + words[-1] if len(words) > 1 else words[0]
 
 
-def _counted(protocol: Protocol) -> str:
+def counted(protocol: Protocol) -> str:
     return "weights" if protocol.target == "live" else "MACs"
 
 
@@ -229,7 +229,7 @@ def verdicts(rows: dict[str, list[ComparedRun]]) -> dict[str, str]:
     adjusted = holm(p_values)
     clear = not judged and all(p < LEVEL for p in adjusted.values())
     judged |= {n: f"p = {p:.3g}" if p < LEVEL else f"not significant (p = {p:.2g})" for n, p in adjusted.items()}
-    return judged | {best: "**best**" if clear else "highest mean"}
+    return judged | {best: BEST if clear else "highest mean"}
 
 
 def _table(protocol: Protocol, content: dict[str, Any] | None, size: float) -> str:
@@ -253,7 +253,7 @@ def _table(protocol: Protocol, content: dict[str, Any] | None, size: float) -> s
         accuracy, left = _spread([100 * o.accuracy for o in found]), _spread(shares) + mark
         seconds = f"{statistics.fmean(o.seconds for o in found):,.0f}"
         lines.append([method, setting, judged.get(method, ""), accuracy, left, str(len(found)), seconds])
-    parts = [f"**Target: {100 * size:g} % of the {_counted(protocol)}**"]
+    parts = [f"**Target: {100 * size:g} % of the {counted(protocol)}**"]
     if lines:
         parts.append(_grid(titles, lines, words=3))
     if any("‡" in line[4] for line in lines):
