@@ -9,6 +9,7 @@ import json
 import shlex
 import statistics
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from deephoyer.lab.comparison_protocol import Protocol
 from deephoyer.lab.report import own_settings
 from deephoyer.lab.report.record import Record, read_all
 from deephoyer.lab.report.significance import holm, sign_flips
+from deephoyer.lab.report.table import Column, Table
 
 RESULTS = Path("results") / "methods"
 TAG = "one-protocol"
@@ -348,10 +350,11 @@ def _off_by_a_factor(protocol: Protocol, content: dict[str, Any] | None) -> str:
 
 
 def _grid(titles: Sequence[str], lines: Sequence[Sequence[str]], words: int) -> str:
-    """A Markdown table; the first columns hold words, the others numbers."""
-    bars = ["---" if i < words else "---:" for i in range(len(titles))]
-    cells = [[cell.replace("|", "\\|") for cell in line] for line in (titles, bars, *lines)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in cells)
+    """A Markdown table of cells; the first columns hold words, the others numbers."""
+    columns = [
+        Column[Sequence[str]](title, itemgetter(i), "left" if i < words else "right") for i, title in enumerate(titles)
+    ]
+    return Table("", columns, lines).markdown()
 
 
 def _spread(values: Sequence[float]) -> str:
