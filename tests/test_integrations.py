@@ -183,6 +183,7 @@ def test_lightning_is_told_what_is_missing(tmp_path):
     for callback, told in [
         (PlanCallback(TARGET), "give example_inputs="),
         (PlanCallback(TARGET, X, network="body"), "no network 'body'"),
+        (PlanCallback(Target(macs=0.3, drop=0.01), X), "say which with monitor="),
         (PlanCallback(TARGET, X, monitor="acc"), "logs no 'acc' to be monitored. Logged: val_acc"),
     ]:
         with pytest.raises(dh.UserError, match=told):
@@ -321,6 +322,8 @@ def test_the_hugging_face_callback_tells_what_does_not_go(tmp_path):
     ]:
         with pytest.raises(dh.UserError, match=told):
             trainer_of(tmp_path, PlanCallback(TARGET, {"x": X}, monitor="eval_accuracy"), **settings).train()
+    with pytest.raises(dh.UserError, match="say which with monitor="):
+        trainer_of(tmp_path, PlanCallback(Target(macs=0.3, drop=0.01), {"x": X}), num_train_epochs=2).train()
 
 
 # Accelerate

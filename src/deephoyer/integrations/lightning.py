@@ -70,6 +70,8 @@ class PlanCallback(Callback):
         self.small = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if self.target.drop is not None and self.monitor is None:
+            raise UserError("PlanCallback: a drop is of a score; say which with monitor=.")
         epochs, steps = trainer.max_epochs, trainer.max_steps
         length = {"epochs": epochs} if epochs is not None and epochs > 0 else {"steps": steps}
         inputs = self.example_inputs

@@ -70,6 +70,8 @@ class PlanCallback(TrainerCallback):
             length = {"epochs": int(args.num_train_epochs)}
         if args.load_best_model_at_end:
             raise UserError("PlanCallback: set load_best_model_at_end=False; the plan chooses the epoch it keeps.")
+        if self.target.drop is not None and self.monitor is None:
+            raise UserError("PlanCallback: a drop is of a score; say which with monitor=.")
         often = "epoch" if "epochs" in length else "steps"
         if self.monitor is not None and args.eval_strategy != often:
             raise UserError(f"PlanCallback: to monitor {self.monitor!r} here it takes eval_strategy={often!r}.")
