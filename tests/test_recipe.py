@@ -229,6 +229,7 @@ def test_an_override_reaches_anything_in_the_recipe():
         ("regularize.strength=.nan", "regularize.strength", "finite"),
         ("regularize.strength={filters: 1}", "regularize", "elements"),
         ("regularize.epoch=3", "regularize", "epochs"),
+        ("prune.target={macs:0.5}", "prune.target", "a space after a colon"),
         ("prune.value=-2", "prune", "0 or more"),
         ("prune.rule=absolut", "prune.rule", "absolute"),
         ("model=lenet5", "model", "lenet-5"),

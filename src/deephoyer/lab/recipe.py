@@ -242,6 +242,8 @@ def _unknown_key(key: str) -> str:
     """The error for an unknown key, with the most similar one, wherever it is nested."""
     if key in renamed()["keys"]:
         return f"{key!r} is no longer a recipe key: use {renamed()['keys'][key]}."
+    if ":" in key:
+        return f"{key!r} is not a key; YAML takes a space after a colon, as in {{macs: 0.5}}."
     outer, _, last = key.rpartition(".")
     places: dict[str, list[str]] = {}
     for one, *_ in keys():
@@ -278,7 +280,7 @@ def _explain(name: str, why: ValidationError) -> str:
     place = ".".join(str(p) for p in first["loc"] if not re.fullmatch(kinds, str(p)))
     if first["type"] == "extra_forbidden":
         text = _unknown_key(place)
-        place = place.rpartition(".")[0]
+        place = place.removesuffix(str(first["loc"][-1])).removesuffix(".")
     elif first["type"] == "missing":
         text = "is missing."
     else:
