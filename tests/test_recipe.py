@@ -233,6 +233,7 @@ def test_an_override_reaches_anything_in_the_recipe():
         ("prune.value=-2", "prune", "0 or more"),
         ("prune.rule=absolut", "prune.rule", "absolute"),
         ("model=lenet5", "model", "lenet-5"),
+        ("model=mine", "model", "one of your own needs DEEPHOYER_IMPORT"),
         ("data=mnits", "data", "mnist"),
         ("pretrain.epochs=many", "pretrain.epochs", "whole number"),
         ("finetune.schedule=step", "finetune", "milestones"),
