@@ -210,7 +210,7 @@ def _checked(content: dict[str, Any], name: str) -> Recipe:
         raise UserError(f"recipe {name}: a value in it is too large or too deep ({why}).") from None
 
 
-NAMED = ("model", "data", "penalty", "rule")
+NAMED = ("model", "data", "method", "penalty", "groups", "rule", "score")
 """Keys whose value is a name, possibly with settings."""
 
 
@@ -265,8 +265,13 @@ PLAINLY = {
     "model_type": "should have keys and values, like {epochs: 3}",
     "tuple_type": "should be a list, like [a, b]",
     "int_parsing": "should be a whole number",
+    "int_from_float": "should be a whole number",
+    "int_type": "should be a whole number",
     "float_parsing": "should be a number",
+    "float_type": "should be a number",
     "bool_parsing": "should be true or false",
+    "bool_type": "should be true or false",
+    "string_type": "should be a word",
 }
 """Pydantic's findings in the words of somebody who writes YAML."""
 
