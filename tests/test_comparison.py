@@ -19,7 +19,7 @@ from deephoyer.lab.choices import named
 from deephoyer.lab.comparison import ComparedRun, Comparison, Job
 from deephoyer.lab.comparison_protocol import Entry
 from deephoyer.lab.methods import METHODS
-from deephoyer.lab.report import methods_page, own_settings, record
+from deephoyer.lab.report import methods_page, own_settings, record, verify
 from deephoyer.lab.report.significance import holm, sign_flips
 
 ROOT = Path(__file__).parents[1]
@@ -134,6 +134,15 @@ def test_no_dense_networks_are_trained_for_methods_that_start_from_scratch(tmp_p
     found = Comparison("lenet-300-100", only=["SNIP"])
     started = list(iter(found.next, None))
     assert len(started) == 3 * 8 * 3 and all("method=snip" in member.overrides for member in started)
+
+
+def test_no_dense_networks_are_trained_for_seeds_whose_results_are_kept(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    kept = Told("lenet-300-100", lambda job: 0.9 - abs(job.value - 1e-4), only=["l1"]).content()
+    found = Comparison("lenet-300-100", only=["l1"])
+    assert found.recall(kept) and found.next() is None
+    found.run_again(found.exemplary())
+    assert [member.name for member in iter(found.next, None)] == ["dense, seed 3"]
 
 
 def test_what_cannot_be_pruned_is_not_tried_again_and_what_failed_otherwise_is(tmp_path, monkeypatch):
@@ -372,6 +381,7 @@ def test_a_comparison_runs_to_its_end_goes_on_after_a_stop_and_writes_its_page(c
         return nn.Sequential(nn.Flatten(), nn.Linear(784, 12), nn.ReLU(), nn.Linear(12, 10))
 
     monkeypatch.setitem(models.MODELS._makers, "small", small)
+    monkeypatch.setitem(models._INPUT_SHAPES, "small", (1, 28, 28))
     monkeypatch.setattr("deephoyer.lab.train.result.BATCHES", (1,))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.yaml").write_text(MINIATURE)
@@ -425,6 +435,31 @@ def test_a_comparison_runs_to_its_end_goes_on_after_a_stop_and_writes_its_page(c
     assert "Not run yet" in Path("docs/methods.md").read_text()
     last = recipe.Command.parse(finals[0]["command"].removeprefix("deephoyer run ")).read()
     assert last.start and last.pretrain is None
+
+    code, said, error = command("compare", "mine.yaml", *TINY, "--only", "random", "--publish")
+    assert code == 0 and said.count("published ") == 1, "for its record a run that was kept takes place again"
+    (published,) = record.read_all(Path("results"))
+    assert (published.row, published.seed, published.tags) == ("random", 1, (methods_page.TAG,))
+    accuracy = next(o["accuracy"] for o in finals if o["method"] == "random")
+    assert published.measured.accuracy == pytest.approx(accuracy) and not verify.check(Path(published.path)).differences
+    assert Path("results/methods/mine.json").read_text() != whole  # its seconds, at least
+    assert len(methods_page._content(Path("results/methods/mine.json"))["outcomes"]) == len(content["outcomes"])
+    code, said, error = command("compare", "mine.yaml", *TINY, "--only", "random", "--publish")
+    assert code == 0 and "published " not in said, "a run is published once"
+
+
+def test_records_of_comparisons_are_runs_of_their_tables():
+    """A table's number and the record of the same run must not differ."""
+    every = [one for one in record.read_all(ROOT / "results") if methods_page.TAG in one.tags]
+    for name in comparison_protocol.names():
+        protocol = comparison_protocol.read(name)
+        content = methods_page.read(name, protocol, ROOT / "results" / "methods")
+        for one in every:
+            if one.base == protocol.base:
+                finals = methods_page.finals(protocol, content, one.row, protocol.middle)
+                (own,) = (run for run in finals if run.seed == one.seed)
+                assert own.command.split() == one.command.split()
+                assert own.accuracy == next(reversed(one.accuracy.values()))
 
 
 def test_results_of_one_protocol_do_not_replace_those_of_another(command, tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """Records of real (tiny) runs: published, verified, tampered with; tables and figures made from them."""
 
 import json
+import shlex
 import shutil
 import statistics
 from concurrent.futures import ThreadPoolExecutor
@@ -288,9 +289,9 @@ def test_a_run_on_a_users_own_images_is_published_without_their_place_and_verifi
     monkeypatch.setattr(measure, "BATCHES", (1,))
     photos = image_folders.make(tmp_path / "photos")
     image_folders.recipe_file(tmp_path, photos)
-    words = Command("recipe.yaml", ("pretrain.epochs=1", "regularize=null", "prune=null", "finetune=null"))
-    own = words.read().model_copy(update={"model": {"name": "torchvision:squeezenet1_1", "classes": 4}})
-    finish(Run(own, tmp_path / "runs" / "one", command=words).execute())
+    network = "model={name: 'torchvision:squeezenet1_1', classes: 4}"
+    words = Command("recipe.yaml", (network, "pretrain.epochs=1", "regularize=null", "prune=null", "finetune=null"))
+    finish(Run(words.read(), tmp_path / "runs" / "one", command=words).execute())
     assert command("evaluate", "runs/one/compact.safetensors")[0] == 0
     photos.rename(tmp_path / "moved")
     status, out, err = command("publish", "runs/one", "data.path=moved")
@@ -299,6 +300,14 @@ def test_a_run_on_a_users_own_images_is_published_without_their_place_and_verifi
         assert str(tmp_path).encode() not in file.read_bytes()
     assert command("verify")[0] == 1
     assert command("verify", "results", "data.path=moved")[0] == 0
+    shutil.rmtree("runs")
+    image_folders.make(tmp_path / "others", size=(44, 32))
+    moved, others = (shlex.join(["recipe.yaml", *words.overrides, f"data.path={at}"]) for at in ("moved", "others"))
+    assert find.network(moved, "start").path.parent.name == "weights"
+    with pytest.raises(find.NetworkMissing):
+        find.network(others, "start")
+    status, out, _ = command("verify", "results", "data.path=others")
+    assert status == 1 and "the images are others than the run's" in out
     status, _, err = command("verify", "data.size=30")
     assert status == 2 and "data.size: it would be another run" in err
 

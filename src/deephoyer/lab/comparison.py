@@ -16,7 +16,7 @@ import math
 import shlex
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cache
 from pathlib import Path
@@ -138,6 +138,25 @@ class Comparison(Queue):
                 self._outcomes[job] = ComparedRun(**kept)
         self._recalled = {*self._outcomes, *self._failures}
         return len(self._recalled)
+
+    def exemplary(self) -> list[Job]:
+        """The first fresh seed of each method at the middle size: the runs that are published."""
+        middle, seed = self.protocol.middle, self.protocol.choose
+        values = {method: self.chosen(method, middle) for method in self.methods}
+        return [Job(method, value, seed, middle) for method, value in values.items() if value is not None]
+
+    def recipe(self, job: Job) -> Recipe:
+        """That of the run which a job measures."""
+        return self._read(self.chain(job)[-1])
+
+    def result_folder(self, job: Job) -> Path:
+        return self.folder(self.chain(job)[-1])
+
+    def run_again(self, jobs: Iterable[Job]) -> None:
+        """Does without recalled results: those of runs in `runs/`, finished or still to come, take their place."""
+        for job in jobs:
+            self._outcomes.pop(job, None)
+            self._recalled.discard(job)
 
     def has_settings_of(self, content: Mapping[str, Any]) -> bool:
         """Whether a results file is of runs with the same epochs and overrides."""
@@ -376,14 +395,13 @@ class Comparison(Queue):
 
     def _waiting(self) -> Iterator[tuple[tuple[str, ...], str]]:
         """The next run of each unsettled job, with a title; then the dense networks for the fresh seeds."""
-        for job in self.jobs():
-            if not self._settled(job):
-                yield next(
-                    (words, self._title(job, words))
-                    for words in self.chain(job)
-                    if not self._is_done(self.folder(words))
-                )
-        if any(entry.way != "scratch" for entry in self.methods.values()):
+        unsettled = [job for job in self.jobs() if not self._settled(job)]
+        for job in unsettled:
+            yield next(
+                (words, self._title(job, words)) for words in self.chain(job) if not self._is_done(self.folder(words))
+            )
+        still_choosing = any(job.seed < self.protocol.choose for job in unsettled)
+        if still_choosing and any(entry.way != "scratch" for entry in self.methods.values()):
             for seed in self.protocol.fresh_seeds:
                 words = self._dense(seed)
                 if not self._is_done(folder := self.folder(words)) and folder not in self._failed:

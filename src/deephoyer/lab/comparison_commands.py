@@ -11,7 +11,7 @@ from rich.table import Table
 from deephoyer.lab.search_commands import Jobs, Mps, live_table, out, say, told_when_interrupted
 
 if TYPE_CHECKING:
-    from deephoyer.lab.comparison import Comparison
+    from deephoyer.lab.comparison import Comparison, Job
 
 DOCS = Path("docs")
 
@@ -33,6 +33,9 @@ def compare(
     write: Annotated[
         bool, typer.Option("--write", help="save the results in results/methods and write docs/methods.md")
     ] = False,
+    publish: Annotated[
+        bool, typer.Option("--publish", help="--write, and a record of each row's first fresh seed at the middle size")
+    ] = False,
 ) -> None:
     """Compares methods by one protocol: same start, epochs, number of settings, sizes. Run it again to resume."""
     from deephoyer.lab import sweep as sweeps
@@ -44,10 +47,12 @@ def compare(
         return
     comparison = Comparison(name, overrides or [], only or [], minutes)
     kept = methods_page.read(comparison.name, comparison.protocol)
-    if write:
+    if write or publish:
         methods_page.refuse_another(comparison)  # before anything runs
     if kept is not None and (count := comparison.recall(kept)):
         out.print(f"{count:,} results are in {methods_page.RESULTS} already and are not run again.")
+    unpublished = _unpublished(comparison) if publish else []
+    comparison.run_again(unpublished)  # for a record the network is needed, too
     runs, done = comparison.cost()
     left = sum(epochs for folder, epochs in runs.items() if folder not in done)
     hours = (left * seconds_an_epoch + (len(runs) - len(done)) * seconds_a_run) / 3600
@@ -64,13 +69,34 @@ def compare(
             sweeps.run_queue(words, comparison, at_once, devices, show=show, mps=mps, say=say, timed=False)
     if done or kept is not None or not plan:
         out.print(_table(comparison))
-    if write:
+    if publish:
+        _publish(comparison)
+    if write or publish:
         whole = Comparison(name, overrides or []) if only else comparison  # keeps the results of the other methods
         if kept is not None and only:
             whole.recall(kept)
+            whole.run_again(unpublished)
         out.print(f"wrote {methods_page.write(whole)}")
         _draw(comparison.name)
         _write_page()
+
+
+def _unpublished(comparison: Comparison) -> list[Job]:
+    """The runs to be published that have no record yet."""
+    from deephoyer.lab.report.record import RESULTS, read_all
+
+    there = {(record.digest, record.seed) for record in read_all(RESULTS)}
+    return [job for job in comparison.exemplary() if (comparison.recipe(job).digest(), job.seed) not in there]
+
+
+def _publish(comparison: Comparison) -> None:
+    from deephoyer.lab.report.methods_page import TAG
+    from deephoyer.lab.report.publish import publish
+
+    for job in _unpublished(comparison):
+        if comparison.outcome(job) is not None:
+            record = publish(comparison.result_folder(job), row=job.method, tags=[TAG])
+            out.print(f"published {record.path}")
 
 
 def _table(comparison: Comparison) -> Table:

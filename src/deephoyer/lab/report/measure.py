@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from deephoyer.counting import count, layer_widths
+from deephoyer.errors import UserError
 from deephoyer.lab import data as datasets
 from deephoyer.lab.data import TEST, Source
 from deephoyer.lab.report.record import CompactRecord, LayerRecord, Measured, NetworkRecord, Timing
@@ -35,7 +36,7 @@ def measure(model: nn.Module, recipe: Recipe, compacted: bool = True) -> Measure
 
     With `compacted`, what is dead is taken out first, and the images are shown to what is left.
     """
-    source = _source(json.dumps(recipe.data, sort_keys=True))
+    source = _source_of(recipe)
     example = source.example(2)
     model = model.float().cpu().eval()
     rows, total = count(model, example[:1])
@@ -67,6 +68,16 @@ def _compacted(small: nn.Module, example: Tensor) -> CompactRecord:
 def _score(model: nn.Module, source: Source) -> Correct:
     model = model.to(memory_format=torch.channels_last)  # twice as fast on a CPU
     return Correct.read(count_correct(model, source, TEST, LARGE if source.crops else BATCH), source)
+
+
+def check_images(recipe: Recipe, images: str | None) -> None:
+    """Refuses to measure on other images than those with this fingerprint."""
+    if images is not None and _source_of(recipe).fingerprint != images:
+        raise UserError("the images are others than the run's: data.path=… names the folder that it had.")
+
+
+def _source_of(recipe: Recipe) -> Source:
+    return _source(json.dumps(recipe.data, sort_keys=True))
 
 
 @cache

@@ -9,6 +9,7 @@ import json
 import shlex
 import statistics
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,12 @@ from deephoyer.lab.comparison_protocol import Protocol
 from deephoyer.lab.report import own_settings
 from deephoyer.lab.report.record import Record, read_all
 from deephoyer.lab.report.significance import holm, sign_flips
+from deephoyer.lab.report.table import Column, Table
 
 RESULTS = Path("results") / "methods"
-LEVEL = 0.05
+TAG = "one-protocol"
+"""That of the records of comparisons."""
+LEVEL, BEST = 0.05, "**best**"
 NOT_RUN = "not run yet"
 PAPERS = """The paper's strengths and thresholds, Adam at 1e-3 throughout, the epoch that is best on the test images.
 The paper's appendix (normalised inputs) and the released scripts (raw inputs, weight decay 1e-4 while finetuning)
@@ -84,6 +88,7 @@ def _content(path: Path) -> dict[str, Any] | None:
 def page(results: Path = RESULTS, figures: Path | None = None) -> str:
     """The whole page, as Markdown."""
     parts = [(Path(__file__).parent / "templates" / "methods.md").read_text(encoding="utf-8").rstrip()]
+    every = read_all(results.parent)
     for name in comparison_protocol.names():
         protocol = comparison_protocol.read(name)
         content = read(name, protocol, results)
@@ -94,19 +99,31 @@ def page(results: Path = RESULTS, figures: Path | None = None) -> str:
         epochs, words = content["epochs"], content.get("words", ())
         parts.append(f"`{_command(name, protocol, epochs, words)}`; {_protocol(protocol, epochs, words)}.")
         parts += [_table(protocol, content, size) for size in protocol.sizes]
+        parts.append(_published(protocol, every))
         if figures is not None and (figures / f"methods-{name}.svg").exists():
             parts.append(f"![Test accuracy of every seed]({figures.name}/methods-{name}.svg)")
         parts.append(_flatness(protocol, content))
         parts.append(_off_by_a_factor(protocol, content))
         if figures is not None and (figures / f"strengths-{name}.svg").exists():
             parts.append(f"![Points lost against the strength]({figures.name}/strengths-{name}.svg)")
-    every = read_all(results.parent)
     for title, about, rows in (
         ("By the paper's own settings", PAPERS, own_settings.PAPER),
         ("By their own settings", OTHERS, own_settings.OWN),
     ):
         parts += [f"## {title}", about, _by_own_settings(rows, every)]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _published(protocol: Protocol, every: Sequence[Record]) -> str:
+    """Where the runs lie that anyone can measure again."""
+    own = [record for record in every if TAG in record.tags and record.base == protocol.base]
+    if not own:
+        return ""
+    seed, folder = own[0].seed, Path(own[0].path).parent.name
+    return (
+        f"Of {len(own)} methods the run with seed {seed} at {100 * protocol.middle:g} % is published with its weights: "
+        f"`deephoyer verify results/{own[0].network}/{folder}` measures it again."
+    )
 
 
 def _protocol(protocol: Protocol, epochs: Mapping[str, int | None], words: Sequence[str]) -> str:
@@ -133,7 +150,7 @@ def _planned(name: str, protocol: Protocol) -> str:
     sizes = _listed([f"{100 * size:g}" for size in protocol.sizes])
     return (
         f"Not run yet. `deephoyer compare {name}` compares {_listed(list(protocol.methods))} at {sizes} % of the "
-        f"{_counted(protocol)}; {_protocol(protocol, dict(protocol.epochs), protocol.words)}."
+        f"{counted(protocol)}; {_protocol(protocol, dict(protocol.epochs), protocol.words)}."
     )
 
 
@@ -147,7 +164,7 @@ def _listed(words: Sequence[str]) -> str:
     return ", ".join(words[:-1]) + " and " + words[-1] if len(words) > 1 else words[0]
 
 
-def _counted(protocol: Protocol) -> str:
+def counted(protocol: Protocol) -> str:
     return "weights" if protocol.target == "live" else "MACs"
 
 
@@ -214,7 +231,7 @@ def verdicts(rows: dict[str, list[ComparedRun]]) -> dict[str, str]:
     adjusted = holm(p_values)
     clear = not judged and all(p < LEVEL for p in adjusted.values())
     judged |= {n: f"p = {p:.3g}" if p < LEVEL else f"not significant (p = {p:.2g})" for n, p in adjusted.items()}
-    return judged | {best: "**best**" if clear else "highest mean"}
+    return judged | {best: BEST if clear else "highest mean"}
 
 
 def _table(protocol: Protocol, content: dict[str, Any] | None, size: float) -> str:
@@ -238,7 +255,7 @@ def _table(protocol: Protocol, content: dict[str, Any] | None, size: float) -> s
         accuracy, left = _spread([100 * o.accuracy for o in found]), _spread(shares) + mark
         seconds = f"{statistics.fmean(o.seconds for o in found):,.0f}"
         lines.append([method, setting, judged.get(method, ""), accuracy, left, str(len(found)), seconds])
-    parts = [f"**Target: {100 * size:g} % of the {_counted(protocol)}**"]
+    parts = [f"**Target: {100 * size:g} % of the {counted(protocol)}**"]
     if lines:
         parts.append(_grid(titles, lines, words=3))
     if any("‡" in line[4] for line in lines):
@@ -333,10 +350,11 @@ def _off_by_a_factor(protocol: Protocol, content: dict[str, Any] | None) -> str:
 
 
 def _grid(titles: Sequence[str], lines: Sequence[Sequence[str]], words: int) -> str:
-    """A Markdown table; the first columns hold words, the others numbers."""
-    bars = ["---" if i < words else "---:" for i in range(len(titles))]
-    cells = [[cell.replace("|", "\\|") for cell in line] for line in (titles, bars, *lines)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in cells)
+    """A Markdown table of cells; the first columns hold words, the others numbers."""
+    columns = [
+        Column[Sequence[str]](title, itemgetter(i), "left" if i < words else "right") for i, title in enumerate(titles)
+    ]
+    return Table("", columns, lines).markdown()
 
 
 def _spread(values: Sequence[float]) -> str:

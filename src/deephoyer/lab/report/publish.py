@@ -21,7 +21,7 @@ from deephoyer.lab.open_network import input_shape
 from deephoyer.lab.recipe import Command, title
 from deephoyer.lab.report import record as records
 from deephoyer.lab.report import stored_weights
-from deephoyer.lab.report.measure import measure, timings
+from deephoyer.lab.report.measure import check_images, measure, timings
 from deephoyer.lab.report.record import Measured, Provenance, Record, WeightsFile
 from deephoyer.lab.runs import checkpoint, find
 from deephoyer.lab.runs.folder import RunFolder
@@ -68,6 +68,7 @@ def publish(
     model = models.of(recipe.model)
     checkpoint.fill(model, folder / recipe.result_file, str(folder.path))
     compacted = "compact" in summary
+    check_images(recipe, folder.images())
     measured = measure(model, recipe, compacted)
     _agree(folder, summary, measured, TITLES[recipe.stages()[-1]])
     settings = recipe.anywhere().model_dump(mode="json", exclude_defaults=True)
@@ -85,6 +86,7 @@ def publish(
         protocol=recipe.epoch_selection,
         digest=recipe.digest(),
         recipe=settings,
+        images=folder.images(),
         measured=measured,
         accuracy=summary["accuracy"],
         selected=summary["selected"],

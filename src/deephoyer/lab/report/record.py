@@ -143,6 +143,8 @@ class Record(_Strict):
     protocol: Literal["held-out", "test-best", "last"]
     digest: str
     recipe: dict[str, Any]
+    images: str | None = None
+    """The fingerprint of a folder of images; None for data that their name tells."""
     measured: Measured
     accuracy: dict[str, Share]
     selected: dict[str, int] = {}

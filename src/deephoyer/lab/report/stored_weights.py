@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 from deephoyer.errors import UserError
@@ -27,9 +28,12 @@ def store(content: bytes, results: Path) -> tuple[str, str]:
     return place.name, digest
 
 
-def find_stored_weights(digest: str, seed: int, results: Path = RESULTS) -> Path | None:
+def find_stored_weights(
+    digest: str, seed: int, results: Path = RESULTS, same_images: Callable[[str | None], bool] = lambda images: True
+) -> Path | None:
     """The stored network of the published run with this recipe (`Recipe.digest()`) and seed; None where there is none.
 
+    `same_images` tells from a record's fingerprint whether it is of the images that are meant.
     Only the few words that are asked about are read of each record, so that a damaged one stands in nobody's way.
     """
     for path in sorted(results.rglob("*.json")) if results.is_dir() else ():
@@ -39,6 +43,8 @@ def find_stored_weights(digest: str, seed: int, results: Path = RESULTS) -> Path
                 continue
             record = json.loads(content)
             if record["digest"] != digest or record["recipe"].get("seed", 0) != seed:
+                continue
+            if not same_images(record.get("images")):
                 continue
             file = record["weights"]["file"]
         except (OSError, ValueError, KeyError, TypeError, AttributeError):

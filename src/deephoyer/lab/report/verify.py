@@ -17,7 +17,7 @@ from deephoyer.errors import UserError
 from deephoyer.export import load
 from deephoyer.lab.open_network import built_for
 from deephoyer.lab.report import record as records
-from deephoyer.lab.report.measure import measure
+from deephoyer.lab.report.measure import check_images, measure
 from deephoyer.lab.report.publish import ROUNDING_OF_GPU, is_rounding
 from deephoyer.lab.report.record import Measured, Record
 from deephoyer.lab.report.stored_weights import read_weights
@@ -68,6 +68,7 @@ def check(path: Path, place: Mapping[str, Any] = {}) -> Outcome:
             file = read_weights(records.results_of(path), record.weights.file, record.weights.sha256)
             model = load(file, built_for(file, record.settings.model))
             recipe = record.settings.here(place)
+            check_images(recipe, record.images)
             outcome.measured = measure(model, recipe, record.measured.compact is not None)
             outcome.differences += compare(record.measured, outcome.measured)
     except UserError as why:

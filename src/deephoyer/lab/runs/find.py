@@ -67,7 +67,9 @@ def network(named: str | Teacher, key: str) -> Network:
 
     command = Command.parse(named)
     recipe = command.read()
-    path = find_stored_weights(recipe.digest(), recipe.seed, RESULTS) or _find_run(recipe, key, command)
+    path = find_stored_weights(
+        recipe.digest(), recipe.seed, RESULTS, lambda images: _same_images(images, recipe)
+    ) or _find_run(recipe, key, command)
     if path is None:
         raise NetworkMissing(key, command)
     return Network(path, recipe.model, recipe.epoch_selection)
@@ -93,13 +95,15 @@ def _recipe_of(path: Path) -> dict[str, Any]:
         return parse(beside.read_text(encoding="utf-8"), str(beside)).model_dump(mode="json")
 
 
-def _fingerprint(data: Choice) -> str | None:
-    """Which images a recipe's data are; None where its name says so, or where they are not on this machine."""
+def _same_images(images: str | None, recipe: Recipe) -> bool:
+    """Whether a run with this fingerprint may have had the images of a recipe: not if they are here and others."""
+    if images is None:
+        return True
     try:
-        source: Source = load(data)
+        source: Source = load(recipe.data)
     except UserError:
-        return None
-    return source.fingerprint
+        return True
+    return source.fingerprint in (None, images)
 
 
 def _find_run(recipe: Recipe, key: str, command: Command) -> Path | None:
@@ -115,8 +119,7 @@ def _find_run(recipe: Recipe, key: str, command: Command) -> Path | None:
             continue
         if not isinstance(content, dict) or {k: content.get(k) for k in identity} != identity:
             continue
-        images = content.get("images")
-        if images is not None and _fingerprint(recipe.data) not in (None, images):  # of another folder
+        if not _same_images(content.get("images"), recipe):
             continue
         if (path.parent / "summary.json").exists():
             return path.parent / recipe.result_file

@@ -169,12 +169,15 @@ class RunFolder:
                     "Give another folder with --out, or delete this one."
                 )
 
+    def images(self) -> str | None:
+        """The fingerprint of the run's folder of images."""
+        content = self.read_json(COMMAND)
+        return content.get("images") if isinstance(content, dict) else None
+
     def check_images(self, images: str | None) -> None:
         """Refuses to resume with other images than those of the folder's run, which may have moved."""
         recipe = self.recipe()
-        content = self.read_json(COMMAND) if recipe is not None else None
-        before = content.get("images") if isinstance(content, dict) else None
-        if recipe is not None and before not in (None, images):
+        if recipe is not None and self.images() not in (None, images):
             path = named(recipe.data)[1].get("path")
             raise UserError(
                 f"run folder {self.path}: was made with other images{f' (data.path was {path})' if path else ''}. "
