@@ -32,6 +32,12 @@ def test_list_shows_the_recipes_by_folder_and_every_kind_with_a_line_each(comman
         assert word in command("list", kind)[1]
 
 
+def test_a_recipe_key_with_dashes_is_told_how_it_is_written(command):
+    status, _, said = command("run", "demo", "--seed", "1")
+    assert status == 2 and "keys of a recipe are written without dashes: seed=…" in said
+    assert "without dashes" not in command("run", "demo", "--sead", "1")[2]
+
+
 def test_networks_that_are_not_there_are_told_with_the_commands_that_make_them(command):
     status, _, said = command("run", "small/lenet-5", "device=cpu")
     made = [line.strip() for line in said.splitlines()[1:]]

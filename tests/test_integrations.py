@@ -149,6 +149,33 @@ def test_after_fit_the_lightning_module_holds_the_smaller_network_and_so_does_a_
     assert torch.equal(loaded(X), callback.small(X))
 
 
+def test_a_lightning_module_may_be_the_network_itself(tmp_path):
+    lightning = pytest.importorskip("lightning.pytorch")
+    from deephoyer.integrations.lightning import PlanCallback
+
+    class Itself(type(lightning_module())):
+        def __init__(self):
+            super().__init__()
+            net = self._modules.pop("net")
+            self.first, self.rest = net[0], net[1:]
+
+        def forward(self, x):
+            return self.rest(self.first(x).view(-1, 32))
+
+        @property
+        def net(self):  # what its steps call
+            return self
+
+    module, callback = Itself(), PlanCallback(TARGET, X, monitor="val_acc", **SETTINGS)
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    trainer = lightning.Trainer(max_epochs=EPOCHS, callbacks=[callback], default_root_dir=tmp_path, **quiet)
+    data = DataLoader(TensorDataset(*images()), batch_size=48)
+    trainer.fit(module, data, data)
+    assert module.first.out_features < 32 and torch.equal(module(X), callback.small(X))
+    assert trainer.validate(module, data, verbose=False)[0]["val_acc"] == pytest.approx(callback.report.score)
+    assert torch.equal(dh.load(tmp_path / "small.safetensors", model=Itself())(X), module(X))
+
+
 def test_lightning_is_told_what_is_missing(tmp_path):
     pytest.importorskip("lightning.pytorch")
     from deephoyer.integrations.lightning import PlanCallback
@@ -156,6 +183,7 @@ def test_lightning_is_told_what_is_missing(tmp_path):
     for callback, told in [
         (PlanCallback(TARGET), "give example_inputs="),
         (PlanCallback(TARGET, X, network="body"), "no network 'body'"),
+        (PlanCallback(Target(macs=0.3, drop=0.01), X), "say which with monitor="),
         (PlanCallback(TARGET, X, monitor="acc"), "logs no 'acc' to be monitored. Logged: val_acc"),
     ]:
         with pytest.raises(dh.UserError, match=told):
@@ -182,7 +210,7 @@ class Classifier(nn.Module):
         self.net = network()
 
     def forward(self, x, labels=None):
-        logits = self.net(x)
+        logits = self.net[1:](self.net[0](x).view(-1, 32))  # a size that is written out
         return {"logits": logits} if labels is None else {"loss": F.cross_entropy(logits, labels), "logits": logits}
 
 
@@ -222,13 +250,15 @@ def test_the_hugging_face_trainer_ends_with_the_weights_of_the_plain_loop_also_w
             if state.epoch == 3:
                 raise KeyboardInterrupt
 
-    make = lambda: PlanCallback(TARGET, {"x": X}, monitor="eval_accuracy", **SETTINGS)  # noqa: E731
+    make = lambda: PlanCallback(TARGET, {"x": X}, monitor="accuracy", **SETTINGS)  # noqa: E731
     epochs = {"num_train_epochs": EPOCHS, "eval_strategy": "epoch"}
     expected, plan = plain_loop()
     callback = make()
-    trainer_of(tmp_path / "whole", callback, **epochs).train()
+    trainer = trainer_of(tmp_path / "whole", callback, **epochs)
+    trainer.train()
     assert_same(callback.small.net, expected)
     assert callback.report.reached == plan.report.reached and callback.report.score == pytest.approx(plan.report.score)
+    assert trainer.evaluate()["eval_accuracy"] == pytest.approx(callback.report.score)
     killed = trainer_of(tmp_path / "cut", make(), **epochs)
     killed.add_callback(Kill())
     with pytest.raises(KeyboardInterrupt):
@@ -292,6 +322,8 @@ def test_the_hugging_face_callback_tells_what_does_not_go(tmp_path):
     ]:
         with pytest.raises(dh.UserError, match=told):
             trainer_of(tmp_path, PlanCallback(TARGET, {"x": X}, monitor="eval_accuracy"), **settings).train()
+    with pytest.raises(dh.UserError, match="say which with monitor="):
+        trainer_of(tmp_path, PlanCallback(Target(macs=0.3, drop=0.01), {"x": X}), num_train_epochs=2).train()
 
 
 # Accelerate

@@ -229,11 +229,14 @@ def test_an_override_reaches_anything_in_the_recipe():
         ("regularize.strength=.nan", "regularize.strength", "finite"),
         ("regularize.strength={filters: 1}", "regularize", "elements"),
         ("regularize.epoch=3", "regularize", "epochs"),
+        ("prune.target={macs:0.5}", "prune.target", "a space after a colon"),
         ("prune.value=-2", "prune", "0 or more"),
         ("prune.rule=absolut", "prune.rule", "absolute"),
         ("model=lenet5", "model", "lenet-5"),
+        ("model=mine", "model", "one of your own needs DEEPHOYER_IMPORT"),
         ("data=mnits", "data", "mnist"),
         ("pretrain.epochs=many", "pretrain.epochs", "whole number"),
+        ("pretrain.epochs=0.5", "pretrain.epochs", "whole number"),
         ("finetune.schedule=step", "finetune", "milestones"),
         ("finetune.lr=0", "finetune.lr", "greater than 0"),
         ("device=tpu", "device", "cpu"),
@@ -289,3 +292,11 @@ def test_the_folder_of_a_run_in_place_of_a_recipe_is_told_what_is_in_it(tmp_path
     (tmp_path / "recipe.yaml").write_text("model: lenet-5")
     with pytest.raises(dh.UserError, match=r"is the folder of a run: its recipe is .*/recipe\.yaml"):
         recipe.read("demo", [f"start={tmp_path}"])
+
+
+def test_settings_of_whatever_has_a_name_alone_can_be_overridden():
+    changed = recipe.read(
+        "demo", ["method=iterative-magnitude", "method.steps=3", "prune.score=taylor", "prune.score.batches=2"]
+    )
+    assert changed.method == {"name": "iterative-magnitude", "steps": 3}
+    assert changed.prune.score == {"name": "taylor", "batches": 2}

@@ -9,7 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+import deephoyer as dh
 import latency_targets
 import plan
 import trained_fronts
@@ -35,6 +38,24 @@ def test_make_my_model_smaller_in_ten_minutes_is_a_notebook_that_runs_as_it_stan
     names = {}
     for number, cell in enumerate(cells):
         exec(compile(cell, f"{path.name}, cell {number}", "exec"), names)
+
+
+def test_the_readmes_code_makes_a_model_smaller_as_it_stands(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"^```python\n(.*?)^```", (DOCS.parent / "README.md").read_text(encoding="utf-8"), re.M | re.S)
+    assert len(blocks) == 2
+    for block in blocks:
+        model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 2))
+        x = torch.randn(4, 8)
+
+        def train(model, optimizer, x=x):
+            model(x).square().mean().backward()
+            optimizer.step()
+
+        names = {"model": model, "example_inputs": x, "train": train, "validate": lambda model: 0.5, "dh": dh}
+        names |= {"optimizer": torch.optim.SGD(model.parameters(), lr=0.01), "make_model": lambda model=model: model}
+        exec(compile(block, "README.md", "exec"), names)
+        assert names["small"][0].out_features < 32
 
 
 def test_the_code_for_transformers_runs_as_it_stands(tmp_path, monkeypatch):

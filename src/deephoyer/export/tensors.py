@@ -80,9 +80,12 @@ def unpack(path: Path, name: str, like: Tensor, form: Packed | None, tensors: Ma
     stored = tensors[name] if form is None else tensors[f"{name}:values"]
     shape = tuple(stored.shape) if form is None else tuple(form.shape)
     if shape != tuple(like.shape):
-        raise UserError(f"{path} does not fit the model: {name} is {_by(shape)} in the file, {_by(like.shape)} in it.")
+        raise UserError(f"{path} does not fit the model: {name} is {_by(shape)} in the file, not {_by(like.shape)}.")
     if stored.dtype != like.dtype and (stored.dtype, like.dtype) not in WIDER:
-        raise UserError(f"{path} does not fit the model: {name} is {stored.dtype} in the file, {like.dtype} in it.")
+        raise UserError(
+            f"{path} does not fit the model: {name} is {stored.dtype} in the file, not {like.dtype}; "
+            "load it into a model of that dtype, and convert it then."
+        )
     if stored.dtype == torch.bool and (stored.view(torch.uint8) > 1).any():
         raise UserError(f"{path} is damaged: {name} has values that are neither true nor false.")
     stored = stored.to(like.dtype)

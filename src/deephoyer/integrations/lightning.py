@@ -22,14 +22,15 @@ from torch import nn
 from deephoyer.errors import UserError
 from deephoyer.export import save
 from deephoyer.inference import Examples
+from deephoyer.integrations.in_place import become
 from deephoyer.plan import Plan
 from deephoyer.plan_report import PlanReport
 from deephoyer.targets import Target
 
 if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
-    from pytorch_lightning import Callback
+    from pytorch_lightning import Callback, LightningModule
 else:
-    from lightning.pytorch import Callback
+    from lightning.pytorch import Callback, LightningModule
 
 SMALL = "small.safetensors"
 """The smaller network's file in the trainer's folder; `dh.load` reads it."""
@@ -39,8 +40,9 @@ class PlanCallback(Callback):
     """Takes the module's network to the target while Lightning trains it; `small` and `report` are there after `fit`.
 
     `network` is the attribute of the module that holds the network; it may be left out where there is only one with
-    parameters. `example_inputs` may be left out where the module has an `example_input_array`. `monitor` is what the
-    module logs as its validation score; `higher_is_better=False` for a loss. The rest as in `Plan`.
+    parameters, or where the module is the network itself, with a `forward` over several layers. `example_inputs` may be
+    left out where the module has an `example_input_array`. `monitor` is what the module logs as its validation score;
+    `higher_is_better=False` for a loss. The rest as in `Plan`.
     """
 
     def __init__(
@@ -68,6 +70,8 @@ class PlanCallback(Callback):
         self.small = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if self.target.drop is not None and self.monitor is None:
+            raise UserError("PlanCallback: a drop is of a score; say which with monitor=.")
         epochs, steps = trainer.max_epochs, trainer.max_steps
         length = {"epochs": epochs} if epochs is not None and epochs > 0 else {"steps": steps}
         inputs = self.example_inputs
@@ -107,7 +111,11 @@ class PlanCallback(Callback):
         """When the last checkpoint is written: those hold the whole network, with which training can go on."""
         if self.small is None:
             return
-        pl_module.set_submodule(_network(pl_module, self.network), self.small)
+        if name := _network(pl_module, self.network):
+            pl_module.set_submodule(name, self.small)
+        else:
+            become(pl_module, self.small)
+            pl_module.trainer = trainer  # a copy of a module belongs to no trainer
         if trainer.is_global_zero:
             save(self.small, Path(trainer.default_root_dir) / SMALL)
 
@@ -140,7 +148,7 @@ class PlanCallback(Callback):
 
 
 def _network(module: nn.Module, name: str | None) -> str:
-    """Which of the module's attributes holds the network."""
+    """Which of the module's attributes holds the network; none ("") where the module itself is it."""
     if name is not None:
         try:
             module.get_submodule(name)
@@ -148,6 +156,8 @@ def _network(module: nn.Module, name: str | None) -> str:
             raise UserError(f"PlanCallback: the module has no network {name!r}.") from None
         return name
     held = [name for name, child in module.named_children() if any(True for _ in child.parameters())]
+    if len(held) > 1 and type(module).forward is not LightningModule.forward:
+        return ""
     if len(held) != 1:
         names = ", ".join(held) or "none"
         raise UserError(f"PlanCallback: which of the module's networks is meant? Say network=…; it holds {names}.")

@@ -22,6 +22,7 @@ from transformers import TrainerCallback
 from deephoyer.errors import UserError
 from deephoyer.export import save
 from deephoyer.inference import Examples
+from deephoyer.integrations.in_place import become
 from deephoyer.plan import Plan
 from deephoyer.plan_report import PlanReport
 from deephoyer.targets import Target
@@ -69,6 +70,8 @@ class PlanCallback(TrainerCallback):
             length = {"epochs": int(args.num_train_epochs)}
         if args.load_best_model_at_end:
             raise UserError("PlanCallback: set load_best_model_at_end=False; the plan chooses the epoch it keeps.")
+        if self.target.drop is not None and self.monitor is None:
+            raise UserError("PlanCallback: a drop is of a score; say which with monitor=.")
         often = "epoch" if "epochs" in length else "steps"
         if self.monitor is not None and args.eval_strategy != often:
             raise UserError(f"PlanCallback: to monitor {self.monitor!r} here it takes eval_strategy={often!r}.")
@@ -103,9 +106,11 @@ class PlanCallback(TrainerCallback):
         if not self._waits or self.plan is None:
             return
         self._waits = False
-        if self.monitor not in (metrics or {}):
-            raise UserError(f"PlanCallback: {self.monitor!r} is not evaluated. There are {', '.join(metrics or {})}.")
-        score = self.sign * float(metrics[self.monitor])
+        name = self.monitor if self.monitor in (metrics or {}) else f"eval_{self.monitor}"  # either, as in the trainer
+        if name not in (metrics or {}):
+            known = ", ".join(name for name in metrics or {} if not name.startswith("plan/"))
+            raise UserError(f"PlanCallback: {self.monitor!r} is not evaluated. There are {known}.")
+        score = self.sign * float(metrics[name])
         self.plan.step(score) if self.plan.by_steps else self.plan.epoch(score)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
@@ -120,7 +125,7 @@ class PlanCallback(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         plan = self._there()
         self.small = plan.finish()
-        plan.model.__dict__.update(self.small.__dict__)  # the trainer hands out its model, which nobody can exchange
+        become(plan.model, self.small)
         if not state.is_world_process_zero:
             return
         if callable(own := getattr(self.small, "save_pretrained", None)):

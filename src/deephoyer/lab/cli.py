@@ -343,6 +343,12 @@ def _complain_once(why: UserError) -> None:
         _complain(f"process {number}: {why}")
 
 
+def _recipe_keys() -> set[str]:
+    from deephoyer.lab.recipe_keys import keys
+
+    return {key for key, *_ in keys()}
+
+
 def _import_own_names() -> None:
     """Runs the Python files in $DEEPHOYER_IMPORT, which give names to models, data and so on of the user's own."""
     for text in filter(None, os.environ.get("DEEPHOYER_IMPORT", "").split(os.pathsep)):
@@ -393,6 +399,8 @@ def main() -> None:
         if not (hasattr(why, "show") and hasattr(why, "exit_code")):
             raise
         why.show()
+        if (key := getattr(why, "option_name", "").lstrip("-")) in _recipe_keys():
+            _complain(f"keys of a recipe are written without dashes: {key}=…")
         status = why.exit_code
     status = status if isinstance(status, int) else 0
     if "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1":

@@ -210,7 +210,7 @@ def _checked(content: dict[str, Any], name: str) -> Recipe:
         raise UserError(f"recipe {name}: a value in it is too large or too deep ({why}).") from None
 
 
-NAMED = ("model", "data", "penalty", "rule")
+NAMED = ("model", "data", "method", "penalty", "groups", "rule", "score")
 """Keys whose value is a name, possibly with settings."""
 
 
@@ -242,6 +242,8 @@ def _unknown_key(key: str) -> str:
     """The error for an unknown key, with the most similar one, wherever it is nested."""
     if key in renamed()["keys"]:
         return f"{key!r} is no longer a recipe key: use {renamed()['keys'][key]}."
+    if ":" in key:
+        return f"{key!r} is not a key; YAML takes a space after a colon, as in {{macs: 0.5}}."
     outer, _, last = key.rpartition(".")
     places: dict[str, list[str]] = {}
     for one, *_ in keys():
@@ -263,8 +265,13 @@ PLAINLY = {
     "model_type": "should have keys and values, like {epochs: 3}",
     "tuple_type": "should be a list, like [a, b]",
     "int_parsing": "should be a whole number",
+    "int_from_float": "should be a whole number",
+    "int_type": "should be a whole number",
     "float_parsing": "should be a number",
+    "float_type": "should be a number",
     "bool_parsing": "should be true or false",
+    "bool_type": "should be true or false",
+    "string_type": "should be a word",
 }
 """Pydantic's findings in the words of somebody who writes YAML."""
 
@@ -278,7 +285,7 @@ def _explain(name: str, why: ValidationError) -> str:
     place = ".".join(str(p) for p in first["loc"] if not re.fullmatch(kinds, str(p)))
     if first["type"] == "extra_forbidden":
         text = _unknown_key(place)
-        place = place.rpartition(".")[0]
+        place = place.removesuffix(str(first["loc"][-1])).removesuffix(".")
     elif first["type"] == "missing":
         text = "is missing."
     else:

@@ -156,11 +156,12 @@ class Search(Queue):
         place: Any = storage
         name = self.folder.absolute().name
         if storage is None:
+            journal = folder_at(self.folder) / "study.journal"
             try:
-                place = JournalStorage(JournalFileBackend(str(folder_at(self.folder) / "study.journal")))
+                place = JournalStorage(JournalFileBackend(str(journal)))
                 names = optuna.get_all_study_names(place)
             except (ValueError, KeyError, OSError) as why:
-                raise UserError(f"{self.folder}/study.journal: can't be read: {first_line(why)}.") from None
+                raise UserError(f"{journal}: can't be read: {first_line(why)}.") from None
             name = name if name in names else next(iter(names), name)  # the folder may have been renamed
         elif "://" not in storage:
             raise UserError(f"--storage {storage!r}: give an address like postgresql://user@host/database.")

@@ -16,7 +16,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from deephoyer.errors import UserError, first_line, shown
+from deephoyer.errors import UserError, first_line, shown, unknown
 from deephoyer.lab.choices import Choice, named
 from deephoyer.lab.models import by_library
 from deephoyer.lab.models.alexnet import AlexNet
@@ -97,6 +97,9 @@ def maker(name: str) -> Callable[..., nn.Module]:
     near = any(_letters(own) == _letters(name) for own in MODELS)  # lenet5: nothing is imported for its error
     if not near and by_library.in_torchvision(name):
         raise UserError(f"{name!r} is not a model of ours. Did you mean torchvision:{name}?")
+    if name not in MODELS:
+        hint = "`deephoyer list models` shows all; one of your own needs DEEPHOYER_IMPORT=FILE.py."
+        raise unknown("model", name, MODELS, hint)
     return MODELS[name]
 
 

@@ -1,6 +1,6 @@
 """The commands publish, verify, table and figure. `cli.py` adds them to the program.
 
-They read words, call the rooms, and print; heavy modules are imported when a command needs them.
+They parse arguments, call other modules, and print; heavy modules are imported when a command needs them.
 """
 
 from __future__ import annotations

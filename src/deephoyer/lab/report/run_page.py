@@ -152,8 +152,8 @@ def _model_words(summary: Mapping[str, Any]) -> str:
 
 
 def _place(environment: Mapping[str, Any]) -> str:
-    known = [str(environment[key]) for key in ("device", "gpu", "torch", "python") if environment.get(key)]
-    return ", ".join(known) or "environment.json"
+    shown = {"device_name": "", "torch": "torch ", "python": "Python "}
+    return ", ".join(word + str(environment[key]) for key, word in shown.items() if key in environment)
 
 
 def _script(data: Any) -> str:
