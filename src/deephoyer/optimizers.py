@@ -3,7 +3,9 @@ hooks work on, which must not be replaced behind their back."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -28,6 +30,20 @@ def bare(optimizer: Any) -> torch.optim.Optimizer:
             raise UserError(f"{type(optimizer).__name__} is not a PyTorch optimizer, nor a wrapper with one inside.")
     found: torch.optim.Optimizer = inner
     return found
+
+
+def within_a_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its `step` is called by its own `step`, where torch calls the hooks again.
+
+    A subclass does that by `super().step()`; it depends on what the process made before whether torch wraps both.
+    """
+    wrapper = getattr(type(optimizer).step, "__code__", None)
+    frame: FrameType | None = sys._getframe()
+    depth = 0
+    while frame is not None and depth < 2:
+        depth += frame.f_code is wrapper and frame.f_locals.get("self") is optimizer
+        frame = frame.f_back
+    return depth > 1
 
 
 def silence(handle: Any) -> None:
