@@ -333,19 +333,20 @@ class Cutter:
 
     def why_not(self, reached: float) -> str | None:
         """What to say of a network that is not as small, or as fast, as was asked; nothing of one that is."""
-        share = self.target.share
+        share, timed = self.target.share, self.target.kind == "latency"
         far = f"{reached:.3f} was reached, {share:g} was asked for"
-        if self.target.kind == "latency" and reached < share * (1 - CLOSE_IN_TIME):
-            return (
-                f"{far}: no widths in between were found, or this machine's times vary; multiple=1 allows more widths."
-            )
-        if reached <= share * (1 + (CLOSE_IN_TIME if self.target.kind == "latency" else CLOSE)):
+        varies = "; or this machine's times vary" if timed else ""
+        close = CLOSE_IN_TIME if timed else CLOSE
+        if reached < share * (1 - close):
+            several = timed if self.multiple is None else self.multiple > 1
+            return f"{far}: nothing nearer was found{varies}{'; multiple=1 allows more widths' if several else ''}."
+        if reached <= share * (1 + close):
             return None
         if self.cost is None:
-            return f"{far}: {'; '.join(self.stuck)}"
+            trained = "biases trained since then keep channels whose weights are zero; without groups= those go, too."
+            return f"{far}: {'; '.join(self.stuck) or trained}"
         stuck = ", ".join(self.stuck) or "none"
         fixed = ", ".join(f"{name} ({why})" for name, why in self.fixed().items()) or "none"
-        varies = "; or this machine's times vary" if self.target.kind == "latency" else ""
         return f"{far}: at their least width: {stuck}; not to be cut: {fixed}{varies}."
 
     def fixed(self) -> dict[str, str]:
