@@ -270,9 +270,11 @@ def cut(
     """Zeroes what the rule says of scores that are known already; `prune` is this with scores taken now."""
     masks: dict[str, Tensor] = {}
     thresholds: dict[str, list[str]] = {}
+    zero: set[str] = set()
     for unit, score, verdict in zip(units, scores, rule.judge(scores), strict=True):
         keep = verdict.keep if multiple == 1 else rounded(verdict.keep, score.score, multiple)
         gone = unit.spread((~keep).float())
+        zero.update(() if score.score.any() else unit.names)
         for name, tensor, dead in zip(unit.names, unit.tensors, gone, strict=True):
             stays = (dead == 0).expand(tensor.shape)
             masks[name] = masks[name] & stays if name in masks else stays.clone()
@@ -280,11 +282,13 @@ def cut(
     if not allow_empty:
         for name, mask in masks.items():
             if not mask.any() and mask.dim() > 1:  # biases and norms may vanish whole
-                under = " and ".join(thresholds[name])
                 why = "all of it is under" if multiple == 1 else f"fewer than half of {multiple} groups reach"
+                why, advice = f"{why} its threshold {' and '.join(thresholds[name])}", "Lower the threshold, or allow"
+                if name in zero:
+                    why, advice = "all of it is zero already", "Allow"
                 raise Empties(
-                    f"prune: {rule} would leave nothing of {name}: {why} its threshold {under}. "
-                    "Lower the threshold, or allow it: allow_empty=True, in a recipe prune.allow_empty=true."
+                    f"prune: {rule} would leave nothing of {name}: {why}. "
+                    f"{advice} it: allow_empty=True, in a recipe prune.allow_empty=true."
                 )
     made = Masks(masks, model)
     made.left_out = left_out(model, masks)
