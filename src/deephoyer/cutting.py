@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, TypedDict
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from deephoyer import targets
 from deephoyer.counting import count
 from deephoyer.errors import UserError, not_negative, positive_whole, shown
-from deephoyer.groups import Grouping, Unit, groupings, weights_for
+from deephoyer.groups import Grouping, Kinds, Unit, groupings, weights_for
 from deephoyer.inference import Examples, device_of
 from deephoyer.latency import Beside
 from deephoyer.layer_times import latency_cost
@@ -31,7 +30,7 @@ from deephoyer.rules import Rule, Scores, StdRatio, Verdict
 from deephoyer.scores import Loss, Score
 from deephoyer.structure import CannotFollow, Coupled, compact
 from deephoyer.structure.channels import ChannelSet
-from deephoyer.targets import Target
+from deephoyer.targets import Target, restored
 from deephoyer.weights import Weight, find_weights, patterns_of, unwrap
 from deephoyer.widths import CLOSE, WidthCost, choose, macs_cost, parameters_cost, rows_of
 
@@ -117,7 +116,7 @@ class Cutter:
         model: nn.Module,
         examples: Examples,
         target: Target,
-        groups: str | Grouping | Iterable[str | Grouping] | None = None,
+        groups: Kinds | None = None,
         *,
         protect: str | Iterable[str] = (),
         multiple: int | None = None,
@@ -201,12 +200,8 @@ class Cutter:
         if self.target.kind == "parameters":
             return sum(p.numel() for p in small.parameters()) / sum(p.numel() for p in self.model.parameters())
         if self.target.kind == "latency":
-            return self.time_of(small)
+            return self.stopwatch().share(small).value
         return count(self.model)[1].density  # compaction takes idle weights as well: they are not part of the bargain
-
-    def time_of(self, small: nn.Module) -> float:
-        """How long a compacted network takes, as a share of the whole one's time; the two are timed in turns."""
-        return self.stopwatch().share(small).value
 
     def stopwatch(self) -> Beside:
         """What times networks beside the whole one, as the target says that they will be run."""
@@ -448,15 +443,3 @@ def agreed(value: Any) -> Any:
         dist.broadcast_object_list(box, src=0)
         return box[0]
     return value
-
-
-@contextmanager
-def restored(model: nn.Module) -> Iterator[None]:
-    """Whatever is done to the parameters is undone afterwards."""
-    before = [(tensor, tensor.detach().clone()) for tensor in model.parameters()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for tensor, value in before:
-                tensor.copy_(value)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from deephoyer.cutting import Choosing, Cut, Cutter, agreed
 from deephoyer.errors import UserError, not_negative, positive_whole, shown
 from deephoyer.errors import score as score_of
-from deephoyer.groups import Grouping
+from deephoyer.groups import Kinds
 from deephoyer.inference import Examples
 from deephoyer.masks import Hold, Masks
 from deephoyer.optimizers import bare, silence
@@ -85,7 +85,7 @@ class Plan:
         *,
         steps: int | None = None,
         penalty: str | Penalty = "l1",
-        groups: str | Grouping | Iterable[str | Grouping] | None = None,
+        groups: Kinds | None = None,
         strength: float | None = None,
         pull: float = 0.01,
         control: bool = True,
@@ -119,7 +119,6 @@ class Plan:
         self.history: list[dict[str, Any]] = []
         self.notes: list[str] = []
         self.report: PlanReport | None = None
-        self._before = sum(p.numel() for p in self.model.parameters())
         self._given = strength is not None
         self._probed: list[list[float]] = []
         self._density_whole = self.regularizer.effective_density().item()

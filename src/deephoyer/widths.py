@@ -173,10 +173,6 @@ class Choice:
     live: dict[str, int]
     at_least: list[str]
 
-    def kept(self) -> float:
-        """The share of the groups that stay."""
-        return sum(int(k.sum()) for k in self.keeps) / max(1, sum(k.numel() for k in self.keeps))
-
 
 @dataclass
 class _Blocks:
