@@ -663,6 +663,7 @@ def test_a_density_beyond_reach_goes_as_far_as_it_can_and_says_why():
         plan.epoch()
     plan.finish()
     assert "no layer may be emptied" in plan.report.notes[0] and plan.report.reached < 0.5
+    assert f"it is {plan.report.reached:.4g} at std-ratio" in plan.report.notes[0], "no further than was reached"
 
 
 def test_single_weights_of_a_network_that_can_not_be_followed_are_pruned_all_the_same():

@@ -277,16 +277,13 @@ class Cutter:
         now = goal.measure()
         if goal.kept(now):
             return Cut([s.score > 0 for s in scores], now, [])
-        found, why = None, ""
-        while found is None:
-            try:
-                found = self._value(goal)
-            except targets.OutOfReach as too_far:  # as far as it goes, then
-                why = why or str(too_far)
-                goal = self._goal(goal.bound ** (2 / 3))
+        try:
+            found, why = self._value(goal), []
+        except targets.OutOfReach as too_far:  # as far as it goes, then
+            found, why = too_far.nearest, [str(too_far)]
         with restored(self.model):
             cut(self.model, StdRatio(found.value), units, scores, multiple=self.multiple or 1)
-            return Cut([alive for _, alive in self.alive()], found.number, [why] if why else [])
+            return Cut([alive for _, alive in self.alive()], found.number, why)
 
     def _value(self, goal: targets.Goal) -> targets.Found:
         return targets.value_for(

@@ -82,10 +82,6 @@ class Target:
         return f"{self.share:g} of the {whole}" + (f", losing at most {self.drop:g}" if self.drop is not None else "")
 
 
-class OutOfReach(UserError):
-    """No value of the rule meets the goal."""
-
-
 @dataclass(frozen=True)
 class Goal:
     """A number that is measured after pruning, and its bound: sizes stay at or under it, accuracies at or over.
@@ -109,6 +105,14 @@ class Found:
 
     value: float
     number: float
+
+
+class OutOfReach(UserError):
+    """No value of the rule meets the goal; `nearest` is the one that comes nearest."""
+
+    def __init__(self, text: str, nearest: Found):
+        super().__init__(text)
+        self.nearest = nearest
 
 
 def value_for(
@@ -147,9 +151,11 @@ def value_for(
     if not 0 <= place < len(values):
         last = "next to nothing is left to prune" if allow_empty else "no layer may be emptied"
         end, where = (values[-1], last) if goal.is_size else (values[0], "nothing is pruned yet")
+        nearest = Found(float(end), tries.number(end))
         raise OutOfReach(
-            f"prune.target: {goal.name} can't be {goal.bound:.4g}: it is {tries.number(end):.4g} "
-            f"at {rule.title} {end:.4g}, where {where}."
+            f"prune.target: {goal.name} can't be {goal.bound:.4g}: it is {nearest.number:.4g} "
+            f"at {rule.title} {end:.4g}, where {where}.",
+            nearest,
         )
     return Found(float(values[place]), tries.number(values[place]))
 
