@@ -26,11 +26,11 @@ import torchvision
 from torch import Tensor, nn
 
 import measuring
-from deephoyer.cutting import Cut, Cutter, restored, search
+from deephoyer.cutting import Cut, Cutter, search
 from deephoyer.lab.models import make
 from deephoyer.latency import MODES, Beside
 from deephoyer.structure import Coupled
-from deephoyer.targets import Target
+from deephoyer.targets import Target, restored
 
 TITLES = ["network", "mode", "asked", "measured", "±", "score kept", "by MACs", "at time", "dense ms", "seconds"]
 

@@ -134,6 +134,14 @@ def test_lightning_by_steps_ends_at_the_target(tmp_path):
     assert done.plan.by_steps and done.report.reached == pytest.approx(0.3, rel=0.02)
 
 
+def test_example_inputs_follow_the_precision_that_lightning_gives_the_network(tmp_path):
+    pytest.importorskip("lightning.pytorch")
+    from deephoyer.integrations.lightning import PlanCallback
+
+    done = lightning_fit(tmp_path, PlanCallback(TARGET, X, **SETTINGS), max_epochs=EPOCHS, precision="64-true")
+    assert done.small[0].weight.dtype == torch.float64 and done.report.reached == pytest.approx(0.3, rel=0.02)
+
+
 def test_after_fit_the_lightning_module_holds_the_smaller_network_and_so_does_a_file(tmp_path):
     lightning = pytest.importorskip("lightning.pytorch")
     from deephoyer.integrations.lightning import PlanCallback

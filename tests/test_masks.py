@@ -238,15 +238,29 @@ def test_two_optimizers_are_held_one_by_one():
         assert pruned_are_zero(model, masks)
 
 
-def test_parameters_that_an_optimizer_gets_later_are_held_too():
+@pytest.mark.parametrize("how", ["a group", "into a group"])
+def test_parameters_that_an_optimizer_gets_later_are_held_too(how):
     model = net()
     masks = dh.prune(model, dh.Density(0.3))
     opt = torch.optim.Adam(model[4:].parameters(), lr=0.1)
     masks.hold(opt)
     train(model, opt, last=2)
-    opt.add_param_group({"params": model[:4].parameters()})
+    if how == "a group":
+        opt.add_param_group({"params": model[:4].parameters()})
+    else:
+        opt.param_groups[0]["params"].extend(model[:4].parameters())
     train(model, opt, last=2)
     assert pruned_are_zero(model, masks) and any(state["exp_avg"].any() for state in opt.state.values())
+
+
+def test_masks_fit_the_average_of_a_models_weights():
+    model = net()
+    masks = dh.prune(model, dh.Density(0.3))
+    average = torch.optim.swa_utils.AveragedModel(model)
+    train(model, torch.optim.Adam(model.parameters(), lr=0.1), last=2)
+    average.update_parameters(model)
+    masks.apply(average)
+    assert pruned_are_zero(average.module, masks)
 
 
 def test_masks_survive_a_change_of_precision():

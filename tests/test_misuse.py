@@ -51,6 +51,21 @@ def test_a_parameter_replaced_behind_a_hook_is_noticed(how, what):
     refused(lambda: step(model, optimizer), "weight", "was replaced", f"after {what}()")
 
 
+@pytest.mark.parametrize("how", ["replaced", "taken out"])
+@pytest.mark.parametrize("what", ["hold", "attach"])
+def test_a_layer_replaced_behind_a_hook_is_noticed_and_one_taken_out_is_not_missed(how, what):
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    masks, reg = dh.prune(model, dh.Density(0.5)), dh.Regularizer(model)
+    masks.hold(optimizer) if what == "hold" else reg.attach(optimizer)
+    if how == "replaced":
+        model[2] = nn.Linear(4, 2)
+        refused(lambda: step(model, optimizer), "2.weight", "was replaced", f"after {what}()")
+    else:
+        model.pop(2)
+        step(model, optimizer)
+
+
 def test_a_parameter_that_only_moved_to_another_name_is_not_replaced():
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -70,6 +85,11 @@ def test_loading_into_the_same_parameters_is_no_replacement():
     model.double().float()
     step(model, optimizer)
     assert not model[0].weight[~masks["0.weight"]].any()
+
+
+def test_masks_are_not_applied_to_what_has_no_values():
+    masks = dh.prune(net(), dh.Density(0.5))
+    refused(lambda: masks.apply(net().to("meta")), "meta device")
 
 
 # What would count twice, or not at all
@@ -253,6 +273,8 @@ def test_what_is_no_path_is_refused(path):
 
 
 def test_other_things_of_the_wrong_kind_are_told():
+    state = {"steps": 1, "strength": {"elements": 5}}
+    refused(lambda: dh.Regularizer(net()).load_state_dict(state), "is not a schedule")
     refused(lambda: dh.Masks(3), "masks: 3 is no mapping")
     refused(lambda: dh.PerLayer(3), "per-layer: 3 is no mapping")
     refused(lambda: dh.IndexGroups([[1]]), "is no mapping")

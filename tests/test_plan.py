@@ -158,6 +158,18 @@ def test_a_plan_killed_in_any_of_its_phases_ends_bit_for_bit_the_same():
     assert stages == {"dense", "regularize", "finetune"}
 
 
+def test_whether_the_penalty_has_done_enough_is_seen_when_the_zeros_are_zero_again():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)  # momentum moves what was pruned
+    plan = Plan(model, X, optimizer, Target(density=0.3), EPOCHS, strength=1e-4, stages=Stages(0, 0.75), rounds=2)
+    pressed, undone = plan._pressed, []
+    plan._pressed = lambda: undone.append([] if plan.masks is None else plan.masks.undone()) or pressed()
+    for epoch in range(EPOCHS):
+        train(model, optimizer, epoch)
+        plan.epoch()
+    assert len(undone) > 1 and not any(undone)
+
+
 def test_the_penalty_presses_while_it_regularizes_and_lets_go_afterwards():
     _, plan = run(6, stages=Stages(0.25, 0.5), rounds=1, control=False)
     strengths = [line["strength"] for line in plan.history]
@@ -208,6 +220,7 @@ def test_where_size_and_drop_conflict_the_drop_wins_and_the_plan_says_how_far_it
     """Pruned once it keeps its score, pruned twice it does not."""
     plan, small, model = scored_run([0.9, 0.9, 0.9, 0.89, 0.7, 0.7, 0.8, 0.85], stages=Stages(0.25, 0.25), rounds=2)
     assert plan.report.score == 0.89 and plan.report.epoch == 4
+    assert all(torch.equal(model.get_parameter(name) != 0, mask) for name, mask in plan.masks.items())
     assert macs_share(small, model) == pytest.approx(0.5, rel=0.03)
     assert "was asked for: cutting further lost more than the drop of 0.02" in plan.report.notes[0]
     assert "asked for: 0.25 of the MACs, losing at most 0.02" in str(plan.report)
@@ -454,7 +467,7 @@ def test_widths_are_left_in_multiples():
         plan.epoch()
     small = plan.finish()
     assert {small[0].out_channels % 4, small[3].out_channels % 4, small[7].out_features % 4} == {0}
-    assert macs_share(small, model) <= 0.5
+    assert macs_share(small, model) <= 0.51
 
 
 def test_a_plan_counts_steps_where_there_are_no_epochs():
@@ -650,6 +663,7 @@ def test_a_density_beyond_reach_goes_as_far_as_it_can_and_says_why():
         plan.epoch()
     plan.finish()
     assert "no layer may be emptied" in plan.report.notes[0] and plan.report.reached < 0.5
+    assert f"it is {plan.report.reached:.4g} at std-ratio" in plan.report.notes[0], "no further than was reached"
 
 
 def test_single_weights_of_a_network_that_can_not_be_followed_are_pruned_all_the_same():

@@ -254,6 +254,48 @@ def test_a_step_with_a_closure_gets_the_gradient_after_the_closure_has_run(how):
     assert reg.steps == 1
 
 
+class _CallsSuper(torch.optim.SGD):
+    """As somebody extends an optimizer of torch: both its `step` and that of `super` may call the hooks."""
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+class _AsksTwice(torch.optim.SGD):
+    """As sharpness-aware optimizers do, which look at the loss at two places."""
+
+    def step(self, closure=None):
+        with torch.enable_grad():
+            closure(), closure()
+        return super().step()
+
+
+def test_an_optimizer_whose_step_calls_that_of_its_parent_adds_the_penalty_once():
+    torch.optim.SGD([torch.zeros(1)], lr=1.0)  # from now on torch's own step calls hooks as well
+    model = net()
+    optimizer = _CallsSuper(model.parameters(), lr=1.0)
+    before = model[0].weight.detach().clone()
+    reg = dh.Regularizer(model, "l1", strength=0.01).attach(optimizer)
+    optimizer.step()
+    assert_close(model[0].weight, before - 0.01 * before.sign())
+    assert reg.steps == 1
+
+
+def test_a_step_that_calls_its_closure_twice_counts_once():
+    model = net()
+    optimizer = _AsksTwice(model.parameters(), lr=0.1)
+    reg = dh.Regularizer(model).attach(optimizer)
+    for _ in range(2):
+        optimizer.step(lambda: model(torch.ones(1, 2, 5, 5).double()).sum().backward())
+    assert reg.steps == 2
+
+
+def test_an_optimizer_that_maximizes_is_refused():
+    model = net()
+    with pytest.raises(dh.UserError, match="maximize=False"):
+        dh.Regularizer(model).attach(torch.optim.SGD(model.parameters(), lr=0.1, maximize=True))
+
+
 def test_lbfgs_is_refused_when_it_is_attached_to():
     model = net()
     reg = dh.Regularizer(model)

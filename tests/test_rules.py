@@ -134,6 +134,13 @@ def test_groups_go_whole_by_the_root_mean_square_of_their_weights(model, value, 
             assert score[kept].min() >= score[~kept].max()
 
 
+def test_a_layer_that_is_zero_already_is_not_said_to_be_under_a_threshold():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    nn.init.zeros_(model[0].weight)
+    with pytest.raises(dh.UserError, match=r"0\.weight: all of it is zero already\. Allow it"):
+        dh.prune(model, dh.Effective(1.0))
+
+
 def test_one_threshold_means_the_same_for_a_weight_a_filter_and_a_channel():
     model = nn.Conv2d(3, 4, 3)
     nn.init.constant_(model.weight, 0.1)

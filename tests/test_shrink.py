@@ -111,6 +111,13 @@ def test_by_cost_the_dear_set_gives_more(seed):
     assert dear["b"] <= plain["b"] + 1, "one may come back where it still fits"
 
 
+def test_a_channel_of_a_dear_set_comes_back_for_several_of_a_cheap_one():
+    cost = two_sets(1.0, 10.0)
+    dear, cheap = Scores(["b"], torch.arange(16, 0, -1) * 0.1, 1.0), Scores(["a"], torch.arange(16, 0, -1) * 1.0, 1.0)
+    choice = choose(cost, ["a", "b"], [cheap, dear], 100 / 176)
+    assert choice.share == pytest.approx(100 / 176, rel=0.02)
+
+
 def of_widths(*widths):
     """A cut that keeps the first so many channels of 64 in each set."""
     return Cut([torch.arange(64) < width for width in widths], math.nan, [])

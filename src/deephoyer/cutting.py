@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, TypedDict
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from deephoyer import targets
 from deephoyer.counting import count
 from deephoyer.errors import UserError, not_negative, positive_whole, shown
-from deephoyer.groups import Grouping, Unit, groupings, weights_for
+from deephoyer.groups import Grouping, Kinds, Unit, groupings, weights_for
 from deephoyer.inference import Examples, device_of
 from deephoyer.latency import Beside
 from deephoyer.layer_times import latency_cost
@@ -31,7 +30,7 @@ from deephoyer.rules import Rule, Scores, StdRatio, Verdict
 from deephoyer.scores import Loss, Score
 from deephoyer.structure import CannotFollow, Coupled, compact
 from deephoyer.structure.channels import ChannelSet
-from deephoyer.targets import Target
+from deephoyer.targets import Target, restored
 from deephoyer.weights import Weight, find_weights, patterns_of, unwrap
 from deephoyer.widths import CLOSE, WidthCost, choose, macs_cost, parameters_cost, rows_of
 
@@ -117,7 +116,7 @@ class Cutter:
         model: nn.Module,
         examples: Examples,
         target: Target,
-        groups: str | Grouping | Iterable[str | Grouping] | None = None,
+        groups: Kinds | None = None,
         *,
         protect: str | Iterable[str] = (),
         multiple: int | None = None,
@@ -201,12 +200,8 @@ class Cutter:
         if self.target.kind == "parameters":
             return sum(p.numel() for p in small.parameters()) / sum(p.numel() for p in self.model.parameters())
         if self.target.kind == "latency":
-            return self.time_of(small)
+            return self.stopwatch().share(small).value
         return count(self.model)[1].density  # compaction takes idle weights as well: they are not part of the bargain
-
-    def time_of(self, small: nn.Module) -> float:
-        """How long a compacted network takes, as a share of the whole one's time; the two are timed in turns."""
-        return self.stopwatch().share(small).value
 
     def stopwatch(self) -> Beside:
         """What times networks beside the whole one, as the target says that they will be run."""
@@ -282,16 +277,13 @@ class Cutter:
         now = goal.measure()
         if goal.kept(now):
             return Cut([s.score > 0 for s in scores], now, [])
-        found, why = None, ""
-        while found is None:
-            try:
-                found = self._value(goal)
-            except targets.OutOfReach as too_far:  # as far as it goes, then
-                why = why or str(too_far)
-                goal = self._goal(goal.bound ** (2 / 3))
+        try:
+            found, why = self._value(goal), []
+        except targets.OutOfReach as too_far:  # as far as it goes, then
+            found, why = too_far.nearest, [str(too_far)]
         with restored(self.model):
             cut(self.model, StdRatio(found.value), units, scores, multiple=self.multiple or 1)
-            return Cut([alive for _, alive in self.alive()], found.number, [why] if why else [])
+            return Cut([alive for _, alive in self.alive()], found.number, why)
 
     def _value(self, goal: targets.Goal) -> targets.Found:
         return targets.value_for(
@@ -333,19 +325,20 @@ class Cutter:
 
     def why_not(self, reached: float) -> str | None:
         """What to say of a network that is not as small, or as fast, as was asked; nothing of one that is."""
-        share = self.target.share
+        share, timed = self.target.share, self.target.kind == "latency"
         far = f"{reached:.3f} was reached, {share:g} was asked for"
-        if self.target.kind == "latency" and reached < share * (1 - CLOSE_IN_TIME):
-            return (
-                f"{far}: no widths in between were found, or this machine's times vary; multiple=1 allows more widths."
-            )
-        if reached <= share * (1 + (CLOSE_IN_TIME if self.target.kind == "latency" else CLOSE)):
+        varies = "; or this machine's times vary" if timed else ""
+        close = CLOSE_IN_TIME if timed else CLOSE
+        if reached < share * (1 - close):
+            several = timed if self.multiple is None else self.multiple > 1
+            return f"{far}: nothing nearer was found{varies}{'; multiple=1 allows more widths' if several else ''}."
+        if reached <= share * (1 + close):
             return None
         if self.cost is None:
-            return f"{far}: {'; '.join(self.stuck)}"
+            trained = "biases trained since then keep channels whose weights are zero; without groups= those go, too."
+            return f"{far}: {'; '.join(self.stuck) or trained}"
         stuck = ", ".join(self.stuck) or "none"
         fixed = ", ".join(f"{name} ({why})" for name, why in self.fixed().items()) or "none"
-        varies = "; or this machine's times vary" if self.target.kind == "latency" else ""
         return f"{far}: at their least width: {stuck}; not to be cut: {fixed}{varies}."
 
     def fixed(self) -> dict[str, str]:
@@ -447,15 +440,3 @@ def agreed(value: Any) -> Any:
         dist.broadcast_object_list(box, src=0)
         return box[0]
     return value
-
-
-@contextmanager
-def restored(model: nn.Module) -> Iterator[None]:
-    """Whatever is done to the parameters is undone afterwards."""
-    before = [(tensor, tensor.detach().clone()) for tensor in model.parameters()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for tensor, value in before:
-                tensor.copy_(value)

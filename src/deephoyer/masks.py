@@ -143,6 +143,8 @@ class Masks(Mapping[str, Tensor]):
                 raise UserError(f"masks: the model has no parameter {name!r}.")
             if parameters[name].shape != mask.shape:
                 raise UserError(f"masks: {name} is {_shape(parameters[name])}, its mask {_shape(mask)}.")
+            if parameters[name].is_meta:
+                raise UserError(f"masks: {name} is on the meta device and has no values yet: load the model first.")
             drop = ~mask.to(parameters[name].device)
             pairs.append((parameters[name], local(share_of(drop, parameters[name]))))
         return pairs
@@ -174,17 +176,17 @@ class Hold:
         self.zero_()
 
     def _take(self) -> None:
-        """What of the masked parameters the optimizer has now; groups of parameters may be added to it later."""
+        """What of the masked parameters the optimizer has now; others may be added to it later."""
         held = _held(self._optimizer)
         mine = [(tensor, drop) for tensor, drop in self._all if id(tensor) in held]
         self._drops = [(tensor, laid_like(drop, local(tensor))) for tensor, drop in mine]
-        self._groups = len(self._optimizer.param_groups)
+        self._count = _how_many(self._optimizer)
 
     @torch.no_grad()
     def zero_(self) -> None:
         if not torch.compiler.is_compiling():
             self._replaced.check()
-            if len(self._optimizer.param_groups) != self._groups:
+            if _how_many(self._optimizer) != self._count:
                 self._take()
         pairs: list[tuple[Tensor, Tensor]] = []
         for i, (tensor, drop) in enumerate(self._drops):
@@ -202,6 +204,10 @@ class Hold:
 
     def release(self) -> None:
         self.handle.remove()
+
+
+def _how_many(optimizer: torch.optim.Optimizer) -> int:
+    return sum(len(group["params"]) for group in optimizer.param_groups)
 
 
 def _held(optimizer: torch.optim.Optimizer) -> set[int]:
@@ -264,9 +270,11 @@ def cut(
     """Zeroes what the rule says of scores that are known already; `prune` is this with scores taken now."""
     masks: dict[str, Tensor] = {}
     thresholds: dict[str, list[str]] = {}
+    zero: set[str] = set()
     for unit, score, verdict in zip(units, scores, rule.judge(scores), strict=True):
         keep = verdict.keep if multiple == 1 else rounded(verdict.keep, score.score, multiple)
         gone = unit.spread((~keep).float())
+        zero.update(() if score.score.any() else unit.names)
         for name, tensor, dead in zip(unit.names, unit.tensors, gone, strict=True):
             stays = (dead == 0).expand(tensor.shape)
             masks[name] = masks[name] & stays if name in masks else stays.clone()
@@ -274,11 +282,13 @@ def cut(
     if not allow_empty:
         for name, mask in masks.items():
             if not mask.any() and mask.dim() > 1:  # biases and norms may vanish whole
-                under = " and ".join(thresholds[name])
                 why = "all of it is under" if multiple == 1 else f"fewer than half of {multiple} groups reach"
+                why, advice = f"{why} its threshold {' and '.join(thresholds[name])}", "Lower the threshold, or allow"
+                if name in zero:
+                    why, advice = "all of it is zero already", "Allow"
                 raise Empties(
-                    f"prune: {rule} would leave nothing of {name}: {why} its threshold {under}. "
-                    "Lower the threshold, or allow it: allow_empty=True, in a recipe prune.allow_empty=true."
+                    f"prune: {rule} would leave nothing of {name}: {why}. "
+                    f"{advice} it: allow_empty=True, in a recipe prune.allow_empty=true."
                 )
     made = Masks(masks, model)
     made.left_out = left_out(model, masks)

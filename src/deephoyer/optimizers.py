@@ -3,7 +3,9 @@ hooks work on, which must not be replaced behind their back."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 
 from deephoyer.errors import UserError
 from deephoyer.sharded import is_sharded
-from deephoyer.weights import unwrap
+from deephoyer.weights import named_parameters, unwrap
 
 
 def bare(optimizer: Any) -> torch.optim.Optimizer:
@@ -28,6 +30,20 @@ def bare(optimizer: Any) -> torch.optim.Optimizer:
             raise UserError(f"{type(optimizer).__name__} is not a PyTorch optimizer, nor a wrapper with one inside.")
     found: torch.optim.Optimizer = inner
     return found
+
+
+def within_a_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its `step` is called by its own `step`, where torch calls the hooks again.
+
+    A subclass does that by `super().step()`; it depends on what the process made before whether torch wraps both.
+    """
+    wrapper = getattr(type(optimizer).step, "__code__", None)
+    frame: FrameType | None = sys._getframe()
+    depth = 0
+    while frame is not None and depth < 2:
+        depth += frame.f_code is wrapper and frame.f_locals.get("self") is optimizer
+        frame = frame.f_back
+    return depth > 1
 
 
 def silence(handle: Any) -> None:
@@ -47,22 +63,35 @@ def _do_nothing(*_: Any) -> None:
 class Replaced:
     """Tells when a parameter was replaced in its model: a hook and an optimizer would go on with the old tensor.
 
-    `load_state_dict(assign=True)` does that, and so does writing a new `nn.Parameter` into a layer. A sharded one is
-    swapped for its whole by FSDP itself, and not looked at.
+    `load_state_dict(assign=True)` does that, and so does writing a new `nn.Parameter` into a layer, or a new layer into
+    the model. A sharded one is swapped for its whole by FSDP itself, and not looked at.
     """
 
     def __init__(self, model: nn.Module, tensors: Iterable[Tensor], after: str):
         self.model, self.after = unwrap(model), after
         ids = {id(t) for t in tensors if not is_sharded(t)}
-        modules = self.model.modules()
-        own = [(m._parameters, name, p) for m in modules for name, p in m._parameters.items()]
-        self.places = [(owner, name, p) for owner, name, p in own if p is not None and id(p) in ids]
+        self.names = {name: p for name, p in named_parameters(self.model) if id(p) in ids}
+        self._note_places()
+
+    def _note_places(self) -> None:
+        """Where the model holds these parameters, and the modules with them: reading that takes next to no time."""
+        ids = {id(p) for p in self.names.values()}
+        self.places: list[tuple[dict[str, Any], str, Any]] = []
+        for module in self.model.modules():
+            self.places += [(module._parameters, n, p) for n, p in module._parameters.items() if id(p) in ids]
+            inside = ((n, m) for n, m in module._modules.items() if m is not None)
+            self.places += [(module._modules, n, m) for n, m in inside if any(id(p) in ids for p in m.parameters())]
 
     def check(self) -> None:
-        for parameters, name, tensor in self.places:
-            if parameters.get(name) is not tensor and all(p is not tensor for p in self.model.parameters()):
+        if all(owner.get(name) is thing for owner, name, thing in self.places):
+            return
+        now = dict(named_parameters(self.model))
+        ids = {id(p) for p in now.values()}
+        for name, tensor in self.names.items():
+            if name in now and id(tensor) not in ids:
                 raise UserError(
                     f"{name} of shape {'×'.join(map(str, tensor.shape))} was replaced in the model after {self.after} "
                     f"(load_state_dict(assign=True)?): the optimizer trains the old one. Make the optimizer, then "
                     f"{self.after}, after replacing."
                 )
+        self._note_places()  # it was only moved, or taken out

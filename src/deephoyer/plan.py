@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from deephoyer.cutting import Choosing, Cut, Cutter, agreed
 from deephoyer.errors import UserError, not_negative, positive_whole, shown
 from deephoyer.errors import score as score_of
-from deephoyer.groups import Grouping
+from deephoyer.groups import Kinds
 from deephoyer.inference import Examples
 from deephoyer.masks import Hold, Masks
 from deephoyer.optimizers import bare, silence
@@ -85,7 +85,7 @@ class Plan:
         *,
         steps: int | None = None,
         penalty: str | Penalty = "l1",
-        groups: str | Grouping | Iterable[str | Grouping] | None = None,
+        groups: Kinds | None = None,
         strength: float | None = None,
         pull: float = 0.01,
         control: bool = True,
@@ -119,7 +119,6 @@ class Plan:
         self.history: list[dict[str, Any]] = []
         self.notes: list[str] = []
         self.report: PlanReport | None = None
-        self._before = sum(p.numel() for p in self.model.parameters())
         self._given = strength is not None
         self._probed: list[list[float]] = []
         self._density_whole = self.regularizer.effective_density().item()
@@ -234,6 +233,7 @@ class Plan:
         if self._best is not None:
             self.model.load_state_dict(self._best["model"])
             self.level = int(self._best["level"])
+            self.masks = None if self._best["masks"] is None else Masks(self._best["masks"], self.model)
         self._release()
         small = self.cutter.compacted()
         self.report = self._reported(small)
@@ -277,6 +277,9 @@ class Plan:
     def _detach(self) -> None:
         self.regularizer.detach()
         self._attached = False
+        self._watch_no_more()
+
+    def _watch_no_more(self) -> None:
         for handle in self._watch:
             handle.remove()
         self._watch.clear()
@@ -341,6 +344,7 @@ class Plan:
 
     def _hold(self, masks: Masks) -> None:
         self._let_zeros_go()
+        self._watch_no_more()  # `_follow` looks again, after the new holds: at weights whose zeros are zero
         self.masks = masks
         self._held += [masks.hold(o, self.model) for o in self.optimizers if _holds_some(o, self.model)]
 
@@ -388,7 +392,14 @@ class Plan:
         rank = [float(within), float(self.level if within else 0), score]
         if self._best is None or rank > self._best["rank"]:
             weights = {name: _kept(value) for name, value in self.model.state_dict().items()}
-            self._best = {"rank": rank, "level": self.level, "epoch": self.done, "score": score, "model": weights}
+            self._best = {
+                "rank": rank,
+                "level": self.level,
+                "epoch": self.done,
+                "score": score,
+                "model": weights,
+                "masks": None if self.masks is None else dict(self.masks),
+            }
 
     def _note(self, text: str) -> None:
         if text not in self.notes:

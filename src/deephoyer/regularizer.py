@@ -17,7 +17,7 @@ from deephoyer import strength as strengths
 from deephoyer.errors import UserError, first_line, not_negative, one_of, shown, unknown
 from deephoyer.groups import Kinds, Unit, groupings, weights_for
 from deephoyer.kernels import Backend, choose
-from deephoyer.optimizers import Replaced, bare
+from deephoyer.optimizers import Replaced, bare, within_a_step
 from deephoyer.penalties import PENALTIES, HoyerSquare, Penalty, hoyer_measure, trimming_threshold
 from deephoyer.sharded import reshard
 from deephoyer.terms import Scale, Term
@@ -155,6 +155,11 @@ class Regularizer:
                 "attach: LBFGS weighs losses against each other, so the penalty must be in the loss: "
                 "add reg.loss() to it in the closure instead of attach(). A plan has no penalty with pull=0."
             )
+        if any(group.get("maximize") for optimizer in optimizers for group in optimizer.param_groups):
+            raise UserError(
+                "attach: an optimizer with maximize=True would make the penalty grow. Minimize the negative instead: "
+                "maximize=False, and -objective as the loss."
+            )
         for optimizer, backends in zip(optimizers, self._share_out(optimizers), strict=True):
             hook = torch.compiler.disable(self._hook(backends, optimizer is optimizers[-1]))  # in a compiled step, too
             self.handles.append(optimizer.register_step_pre_hook(hook))
@@ -215,20 +220,25 @@ class Regularizer:
             self._replaced.check()
             for backend in backends:
                 backend.add_grad_(getattr(optimizer, "grad_scale", None))
-            if last:
-                self.step()
 
         def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if within_a_step(optimizer):
+                return None
+            advances = last  # at one of a step's closures, if several are called
             closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
-            if closure is None:
-                return add(optimizer)
 
             def with_penalty() -> Any:
                 """Lightning steps with a closure that computes the gradients: the penalty's come right after."""
-                loss = closure()
+                nonlocal advances
+                loss = None if closure is None else closure()
                 add(optimizer)
+                if advances:
+                    self.step()
+                advances = False
                 return loss
 
+            if closure is None:
+                return with_penalty()
             return ((args[0], with_penalty), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": with_penalty})
 
         return before_step

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from deephoyer.cutting import Choosing, Cutter
 from deephoyer.errors import UserError, shown
 from deephoyer.errors import score as score_of
-from deephoyer.groups import Grouping
+from deephoyer.groups import Kinds
 from deephoyer.inference import Examples, arguments, at_rest, call, try_call
 from deephoyer.structure import Coupled
 from deephoyer.structure.inputs import outputs_in
@@ -66,7 +66,7 @@ def shrink(
     batches: Iterable[Any] | None = None,
     *,
     validate: Callable[[nn.Module], float] | None = None,
-    groups: Coupled | str | Grouping | Iterable[str | Grouping] | None = None,
+    groups: Kinds | None = None,
     **choosing: Unpack[Choosing],
 ) -> nn.Module:
     """A smaller copy of the model, pruned without training; `small.shrink_report` says how much its outputs changed.

@@ -6,7 +6,7 @@ A schedule is a pure function of the step, so that a resumed run is as strong as
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -131,8 +131,8 @@ def to_state(made: Schedule) -> dict[str, Any] | None:
     return None
 
 
-def from_state(state: dict[str, Any]) -> Schedule:
-    settings = dict(state)
+def from_state(state: Mapping[str, Any]) -> Schedule:
+    settings = dict(state) if isinstance(state, Mapping) else {}
     kind = settings.pop("kind", None)
     if kind not in SCHEDULES:
         raise unknown("schedule", kind, SCHEDULES)

@@ -8,7 +8,8 @@ What to do with the value is the caller's.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import nn
 
 from deephoyer.counting import count
 from deephoyer.errors import UserError, not_negative, positive_whole, shown, unknown
-from deephoyer.groups import Grouping
+from deephoyer.groups import Kinds
 from deephoyer.inference import Examples
 from deephoyer.latency import MODES
 from deephoyer.masks import Empties, Masks, cut, scored
@@ -26,10 +27,6 @@ from deephoyer.rules import OneNumber
 from deephoyer.scores import Loss, Score
 from deephoyer.structure import Coupled, compact, tidy
 from deephoyer.widths import macs_cost
-
-Groups = str | Grouping | Iterable[str | Grouping]
-Select = str | Sequence[str] | None
-
 
 SIZES = ("macs", "parameters", "density", "latency")
 
@@ -85,10 +82,6 @@ class Target:
         return f"{self.share:g} of the {whole}" + (f", losing at most {self.drop:g}" if self.drop is not None else "")
 
 
-class OutOfReach(UserError):
-    """No value of the rule meets the goal."""
-
-
 @dataclass(frozen=True)
 class Goal:
     """A number that is measured after pruning, and its bound: sizes stay at or under it, accuracies at or over.
@@ -114,12 +107,20 @@ class Found:
     number: float
 
 
+class OutOfReach(UserError):
+    """No value of the rule meets the goal; `nearest` is the one that comes nearest."""
+
+    def __init__(self, text: str, nearest: Found):
+        super().__init__(text)
+        self.nearest = nearest
+
+
 def value_for(
     goal: Goal,
     model: nn.Module,
     rule: type[OneNumber],
-    groups: Groups = "elements",
-    parameters: Select = None,
+    groups: Kinds = "elements",
+    parameters: str | Iterable[str] | None = None,
     allow_empty: bool = False,
     multiple: int = 1,
     score: str | Score = "magnitude",
@@ -150,9 +151,11 @@ def value_for(
     if not 0 <= place < len(values):
         last = "next to nothing is left to prune" if allow_empty else "no layer may be emptied"
         end, where = (values[-1], last) if goal.is_size else (values[0], "nothing is pruned yet")
+        nearest = Found(float(end), tries.number(end))
         raise OutOfReach(
-            f"prune.target: {goal.name} can't be {goal.bound:.4g}: it is {tries.number(end):.4g} "
-            f"at {rule.title} {end:.4g}, where {where}."
+            f"prune.target: {goal.name} can't be {goal.bound:.4g}: it is {nearest.number:.4g} "
+            f"at {rule.title} {end:.4g}, where {where}.",
+            nearest,
         )
     return Found(float(values[place]), tries.number(values[place]))
 
@@ -202,16 +205,24 @@ class _Tries:
         return number
 
     def _pruned(self, value: float, measure: Callable[[], float]) -> float | None:
-        before = {name: tensor.detach().clone() for name, tensor in self.model.named_parameters()}
-        try:
-            self.cut(value)
-            return measure()
-        except Empties:
-            return None
-        finally:
-            with torch.no_grad():
-                for name, tensor in self.model.named_parameters():
-                    tensor.copy_(before[name])
+        with restored(self.model):
+            try:
+                self.cut(value)
+                return measure()
+            except Empties:
+                return None
+
+
+@contextmanager
+def restored(model: nn.Module) -> Iterator[None]:
+    """Whatever is done to the parameters is undone afterwards."""
+    before = [(tensor, tensor.detach().clone()) for tensor in model.parameters()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in before:
+                tensor.copy_(value)
 
 
 def macs(

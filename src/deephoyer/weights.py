@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.optim.swa_utils import AveragedModel
 
 from deephoyer.errors import UserError, shown
 
@@ -22,6 +23,7 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 LAYERS = (nn.Linear, *CONVOLUTIONS, *TRANSPOSED)
 UNKNOWN_USE = "of unknown use"
+AROUND = (nn.DataParallel, nn.parallel.DistributedDataParallel, AveragedModel)
 WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
 
@@ -184,10 +186,10 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The module inside `torch.compile` and the data-parallel wrappers."""
+    """The module inside `torch.compile`, the data-parallel wrappers and an average of weights."""
     if not isinstance(model, nn.Module):
         raise UserError(f"{shown(model)} is not a model: a torch.nn.Module is wanted, not {type(model).__name__}.")
-    while isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)) or hasattr(model, "_orig_mod"):
+    while isinstance(model, AROUND) or hasattr(model, "_orig_mod"):
         model = model._orig_mod if hasattr(model, "_orig_mod") else model.module  # type: ignore[assignment]
     if isinstance(model, torch.jit.ScriptModule):
         raise UserError("the model is compiled by TorchScript, and its layers can't be changed: give the one it is of.")

@@ -7,6 +7,7 @@ one that is worth least (for what it costs) first. What a channel is worth is sa
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -172,10 +173,6 @@ class Choice:
     live: dict[str, int]
     at_least: list[str]
 
-    def kept(self) -> float:
-        """The share of the groups that stay."""
-        return sum(int(k.sum()) for k in self.keeps) / max(1, sum(k.numel() for k in self.keeps))
-
 
 @dataclass
 class _Blocks:
@@ -292,16 +289,20 @@ def _fill(cost: WidthCost, blocks: Mapping[str, _Blocks], live: dict[str, int], 
 
 
 def _swap(cost: WidthCost, blocks: Mapping[str, _Blocks], live: dict[str, int], bound: float) -> None:
-    """One block of one set comes back and one of another goes, where that ends near the bound and loses least worth."""
+    """One block of one set comes back and some of another go, where that ends near the bound and loses least worth."""
     best: tuple[float, dict[str, int]] | None = None
-    for to, back in ((name, block.back()) for name, block in blocks.items()):
-        for of, gone in ((name, block.step()) for name, block in blocks.items()):
-            if to == of or back <= 0 or gone <= 0:
+    start = cost.value(live)
+    for to, back in ((name, block.back()) for name, block in blocks.items() if block.back() > 0):
+        with_more = start + cost.change(live, to, back)
+        for of in (name for name in blocks if name != to):
+            changed, rest, now = {**live, to: live[to] + back}, copy.copy(blocks[of]), with_more
+            while now > bound * (1 + CLOSE) and (number := rest.step()):
+                now += cost.change(changed, of, -number)
+                rest.live = changed[of] = rest.live - number
+            if abs(now - bound) > CLOSE * bound:
                 continue
-            changed = {**live, to: live[to] + back, of: live[of] - gone}
-            if abs(cost.value(changed) - bound) > CLOSE * bound:
-                continue
-            gain = sum(blocks[to].worth[live[to] : live[to] + back]) - blocks[of].worth_of_next(gone)
+            lost = blocks[of].worth_of_next(live[of] - rest.live)
+            gain = sum(blocks[to].worth[live[to] : changed[to]]) - lost
             if best is None or gain > best[0]:
                 best = gain, changed
     if best is not None:

@@ -79,6 +79,7 @@ class PlanCallback(Callback):
             inputs = getattr(pl_module, "example_input_array", None)
         if inputs is None:
             raise UserError("PlanCallback: give example_inputs=, or the module an example_input_array.")
+        inputs = trainer.precision_plugin.convert_input(inputs)  # Lightning gives the network its precision, too
         network = pl_module.get_submodule(_network(pl_module, self.network))
         self.plan = Plan(network, inputs, list(trainer.optimizers), self.target, **length, **self.settings)
         if self._saved is not None:
