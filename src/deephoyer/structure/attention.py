@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deephoyer.structure.sizes import set_size
+from deephoyer.structure.narrowed import set_size
 
 
 class NarrowAttention(nn.MultiheadAttention):

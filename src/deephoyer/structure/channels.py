@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from deephoyer.structure.asked_sizes import Call
 from deephoyer.structure.rms import RmsNorm
-from deephoyer.structure.sizes import Call, SizedCall, SizeRule
+from deephoyer.structure.sizes import SizedCall, SizeRule
 
 Place = tuple[str, int]  # a parameter's or buffer's name and a dimension of it; or a wiring's name and IN or OUT
 OUT, IN = 0, 1  # the sides of a wiring
