@@ -261,3 +261,42 @@ def test_a_tensor_that_is_filled_part_by_part_has_the_channels_of_its_parts():
     net, x = Net(forward, **linears(a=(6, 8), b=(8, 2))), numbers(3, 6)
     small = half_of(net, x)
     assert small.a.out_features < 8 and largest_gap(net(x), small(x)) < 1e-12
+
+
+def test_parts_of_a_split_that_an_attribute_names_alike_may_be_left_with_different_sizes(tmp_path):
+    class Parts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.i, self.left, self.right, self.o = nn.Linear(5, 8), nn.Linear(4, 6), nn.Linear(4, 6), nn.Linear(6, 2)
+            self.width = 4
+
+        def forward(self, x):
+            a, b = self.i(x).split((self.width, self.width), -1)
+            return self.o(self.left(a).relu() + self.right(b).relu())
+
+    net, x = Parts().double(), numbers(3, 5)
+    net.left.weight.data[:, :3], net.right.weight.data[:, 3] = 0, 0
+    small = dh.compact(net, x)
+    assert small.left.in_features == 1 and small.right.in_features == 3
+    assert largest_gap(net(x), small(x)) < 1e-12
+    dh.save(small, tmp_path / "small.safetensors")
+    assert torch.equal(dh.load(tmp_path / "small.safetensors", model=Parts().double())(x), small(x))
+
+
+@pytest.mark.parametrize("heads", [2, 8])
+def test_torchs_attention_may_read_fewer_channels_than_its_width(heads, tmp_path):
+    def made():
+        torch.manual_seed(0)
+        attention = nn.MultiheadAttention(8, heads, batch_first=True)
+        layers = {"i": nn.Linear(5, 8), "a": attention, "o": nn.Linear(8, 3)}
+        return Net(lambda net, x: net.o(net.a(h := net.i(x), h, h, need_weights=False)[0]), **layers).double().eval()
+
+    net, x = made(), numbers(2, 4, 5)
+    net.i.weight.data[:3], net.i.bias.data[:3], net.a.in_proj_weight.data[:, :3] = 0, 0, 0
+    small = dh.compact(net, x)
+    assert small.a.in_proj_weight.shape == (24, 5)
+    dh.save(small, tmp_path / "small.safetensors")
+    again = dh.load(tmp_path / "small.safetensors", model=made())
+    for others in (x, numbers(1, 7, 5)):
+        with torch.no_grad():  # torch's own forward takes a fast path then
+            assert largest_gap(net(others), small(others)) < 1e-12 and torch.equal(again(others), small(others))

@@ -1,4 +1,4 @@
-"""`nn.MultiheadAttention` with fewer heads than its width would make: torch's own forward takes no other number.
+"""`nn.MultiheadAttention` with fewer heads than its width would make, or fewer inputs: torch's forward takes neither.
 
 The parameters have the names and the layout that they had, so that a state dict fits; only rows and columns are gone.
 """
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deephoyer.structure.narrowed import set_size
+from deephoyer.structure.narrowed import sizes_of
 
 
 class NarrowAttention(nn.MultiheadAttention):
@@ -99,11 +99,9 @@ def opened(module: nn.Module) -> bool:
 
 
 def narrow(module: nn.MultiheadAttention, heads: int) -> None:
-    """Makes torch's attention one that has so many heads."""
-    if heads == module.num_heads:
-        return
+    """Makes torch's attention one that has so many heads, or reads fewer channels than it gives."""
     if not isinstance(module, NarrowAttention):
         module.fused = module._qkv_same_embed_dim
         module._qkv_same_embed_dim = False  # keeps torch's encoder layers from their fast path, where heads are whole
         module.__class__ = NarrowAttention
-    set_size(module, "num_heads", heads)
+    module.num_heads = sizes_of(module)["num_heads"] = heads

@@ -72,7 +72,8 @@ def remove(model: nn.Module, graph: ChannelGraph, dead: Tensor) -> None:
         module = model.get_submodule(block.module)
         left = int((~dead[graph.places[block.place]]).sum()) // block.per
         if opened(module):
-            narrow(module, left)
+            if resized.keys() & {id(module), id(module.out_proj)}:
+                narrow(module, left)
         else:
             set_size(module, block.attribute, left)
     for module in resized.values():

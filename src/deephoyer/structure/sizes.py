@@ -200,13 +200,48 @@ def _counted(model: nn.Module, counter: CallCounter) -> Iterator[None]:
 
 
 def apply_sizes(model: nn.Module, rules: set[SizeRule], calls: dict[Call, SizedCall], dead: Tensor) -> None:
-    """Tells a network's code the sizes that are left."""
+    """Tells a network's code the sizes that are left.
+
+    An attribute that names several sizes (two parts of a split) stays if others are left of each: all calls of the
+    modules that ask for it are then told theirs.
+    """
+    named = _named(calls, {rule.attribute for rule in rules if rule.attribute is not None})
+    uneven = {attribute for attribute, its in named.items() if len({calls[c].expected(dead)[i] for c, i in its}) > 1}
     for rule in sorted(rules, key=lambda r: (r.call, r.position)):
-        known = calls[rule.call]
-        left = known.expected(dead)
-        value = left[rule.position]
-        if rule.attribute is not None:
-            set_size(model.get_submodule(rule.attribute[0]), rule.attribute[1], value)
-        elif left != known.sizes:
-            place = (rule.call[1], *known.record(rule.position, dead))
-            narrowed(model.get_submodule(rule.call[0]), ":".join(map(str, place)), value)
+        if rule.attribute is None:
+            _tell(model, rule.call, rule.position, calls, dead)
+        elif rule.attribute not in uneven:
+            _set(model, rule.attribute, calls[rule.call].expected(dead)[rule.position])
+    for attribute in sorted(uneven):
+        first, position = named[attribute][0]
+        _set(model, attribute, int(calls[first].asked[position]))
+        askers = {call[0] for call, _ in named[attribute]}
+        for call, known in calls.items():
+            if call[0] in askers and known.kind != "check":
+                for i, (before, left) in enumerate(zip(known.sizes, known.expected(dead), strict=True)):
+                    if before != left:
+                        _tell(model, call, i, calls, dead)
+
+
+def _named(
+    calls: dict[Call, SizedCall], attributes: set[tuple[str, str]]
+) -> dict[tuple[str, str], list[tuple[Call, int]]]:
+    """The calls, and which of their sizes, that ask for attributes."""
+    found: dict[tuple[str, str], list[tuple[Call, int]]] = {}
+    for call, known in calls.items():
+        for i, size in enumerate(known.asked if known.kind != "check" else ()):
+            if isinstance(size, Setting) and (size.module, size.name) in attributes and known.channels[i]:
+                found.setdefault((size.module, size.name), []).append((call, i))
+    return found
+
+
+def _set(model: nn.Module, attribute: tuple[str, str], value: int) -> None:
+    set_size(model.get_submodule(attribute[0]), attribute[1], value)
+
+
+def _tell(model: nn.Module, call: Call, position: int, calls: dict[Call, SizedCall], dead: Tensor) -> None:
+    known = calls[call]
+    left = known.expected(dead)
+    if left != known.sizes:
+        place = (call[1], *known.record(position, dead))
+        narrowed(model.get_submodule(call[0]), ":".join(map(str, place)), left[position])
