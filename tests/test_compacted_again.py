@@ -79,3 +79,16 @@ def test_a_forward_that_asks_a_layer_for_its_size_gets_no_joint_there():
     net.a.weight.data[:4], net.a.bias.data[:4] = 0, 0
     small = dh.compact(net, x)
     assert small.a.in_features == 64 and small.a.out_features == 12 and largest_gap(net(x), small(x)) < 1e-12
+
+
+def test_calls_that_joints_make_are_none_of_the_code_that_was_told_its_sizes():
+    def forward(net, x):
+        q, k = (layer(x).view(len(x), 4, -1).softmax(-1) for layer in (net.q, net.k))
+        return net.o((q * k).flatten(1))
+
+    net, x = Net(forward, **linears(q=(6, 12), k=(6, 12), o=(12, 2))), numbers(4, 6)
+    net.o.weight.data[:, :3] = 0  # of one head
+    net.q.weight.data[5], net.k.weight.data[7] = 0, 0
+    small = dh.compact(net, x, joints="gather")
+    assert isinstance(small.q, Gather) and small.q.layer.out_features == 8
+    assert small.o.in_features == 9 and largest_gap(net(x), small(x)) < 1e-12

@@ -300,3 +300,41 @@ def test_torchs_attention_may_read_fewer_channels_than_its_width(heads, tmp_path
     for others in (x, numbers(1, 7, 5)):
         with torch.no_grad():  # torch's own forward takes a fast path then
             assert largest_gap(net(others), small(others)) < 1e-12 and torch.equal(again(others), small(others))
+
+
+class Halves(nn.Module):
+    """Takes its channels apart by half of however many there are."""
+
+    def __init__(self):
+        super().__init__()
+        self.i, self.left, self.right, self.o = nn.Linear(5, 12), nn.Linear(6, 9), nn.Linear(6, 9), nn.Linear(9, 2)
+
+    def forward(self, x):
+        h = self.i(x)
+        a, b = h[:, : h.shape[1] // 2], h[:, h.shape[1] // 2 :]
+        return self.o(self.left(a).relu() + self.right(b).relu())
+
+
+@pytest.mark.parametrize("left, right", [(0, 5), (5, 0), (4, 2), (3, 3)])
+def test_halves_that_the_code_counts_may_be_left_with_different_sizes(left, right, tmp_path):
+    net, x = Halves().double(), numbers(3, 5)
+    net.left.weight.data[:, :left], net.right.weight.data[:, :right] = 0, 0
+    small = dh.compact(net, x)
+    assert small.left.in_features == 6 - left and small.right.in_features == 6 - right
+    assert largest_gap(net(x), small(x)) < 1e-12
+    dh.save(small, tmp_path / "small.safetensors")
+    assert torch.equal(dh.load(tmp_path / "small.safetensors", model=Halves().double())(x), small(x))
+
+
+def test_a_transposed_convolution_that_is_left_with_one_group_is_loaded(tmp_path):
+    def made():
+        torch.manual_seed(0)
+        layers = nn.Conv2d(3, 4, 1), nn.ReLU(), nn.ConvTranspose2d(4, 4, 3, groups=4), nn.ReLU(), nn.Conv2d(4, 2, 1)
+        return nn.Sequential(*layers).double()
+
+    net, x = made(), numbers(2, 3, 5, 5)
+    net[4].weight.data[:, 1:] = 0
+    small = dh.compact(net, x)
+    assert small[2].groups == 1 and largest_gap(net(x), small(x)) < 1e-12
+    dh.save(small, tmp_path / "small.safetensors")
+    assert torch.equal(dh.load(tmp_path / "small.safetensors", model=made())(x), small(x))

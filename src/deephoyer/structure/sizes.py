@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deephoyer.structure.asked_sizes import Asking, Call, CallCounter, with_sizes
+from deephoyer.structure.asked_sizes import SLICES, Asking, Call, CallCounter, with_sizes, written_bounds
 from deephoyer.structure.narrowed import narrowed, set_size
 
 
@@ -121,12 +121,17 @@ class SizedCall:
         cuts = [(bound, dim, size, [number(nodes) for nodes in lying]) for bound, dim, size, lying in self.cuts]
         return replace(self, channels=channels, cuts=cuts)
 
-    def record(self, position: int, dead: Tensor) -> tuple[int | str, ...]:
-        """What tells one of its sizes from others, where a forward takes another way and calls have other numbers."""
+    def record(self, position: int, dead: Tensor, asked: int | None = None) -> tuple[int | str, ...]:
+        """What tells one of its sizes from others, where a forward takes another way and calls have other numbers.
+
+        Code that computes what it asks for may have `asked` for something else than in the whole network.
+        """
         if not self.cuts:
-            return position, self.sizes[position] if self.kind == "view" else int(self.asked[position]), self.kind
+            before = self.sizes[position] if self.kind == "view" else int(self.asked[position])
+            return position, before if asked is None else asked, self.kind
         bound, dim, size, lying = self.cuts[position]
-        return position, self.sizes[position] if bound is None else bound, self.kind, dim, _left(size, lying, dead)
+        bound = self.sizes[position] if bound is None else bound
+        return position, bound if asked is None else asked, self.kind, dim, _left(size, lying, dead)
 
 
 def _left(size: int, lying: list[Tensor], dead: Tensor) -> int:
@@ -134,6 +139,10 @@ def _left(size: int, lying: list[Tensor], dead: Tensor) -> int:
     for channels in lying:  # one row for each index
         alive &= ((channels < 0) | ~dead[channels.clamp(min=0)]).any(1)
     return int(alive.sum())
+
+
+Asked = dict[tuple[Call, int], int | None]
+"""What a smaller network's code asks for at calls, at one place of each."""
 
 
 @dataclass(frozen=True)
@@ -147,25 +156,29 @@ class SizeRule:
 
 def learn_sizes(
     model: nn.Module, calls: dict[Call, SizedCall], dead: Tensor, run: Callable[[], Any], updated: Collection[str] = ()
-) -> set[SizeRule]:
-    """Runs a network that channels were taken out of, and notes the sizes that its code gets wrong.
+) -> tuple[set[SizeRule], Asked]:
+    """Runs a network that channels were taken out of, and notes the sizes that its code gets wrong, and asks for then.
 
     Attributes from which something else is computed stay as they are, but for those of the modules that are `updated`.
     """
     rules: set[SizeRule] = set()
     by_attribute: set[SizeRule] = set()
-    changed = {call: left for call, known in calls.items() if (left := known.expected(dead)) != known.sizes}
-    if not changed:
-        return rules
+    asks: Asked = {}
+    left_over = {call: known.expected(dead) for call, known in calls.items()}
+    if all(left == calls[call].sizes for call, left in left_over.items()):
+        return rules, asks
 
     def do(func: Any, args: Any, kwargs: Any, asked: list[int]) -> Any:
         call = counter.next()
-        known, expected = calls.get(call), changed.get(call)
+        known, expected = calls.get(call), left_over.get(call)
         if known is None or expected is None or len(expected) != len(asked):
             return func(*args, **kwargs)
         wrong = [i for i, (size, left) in enumerate(zip(asked, expected, strict=True)) if size not in (left, -1)]
+        if expected == known.sizes:  # which code may miss that computes what it asks for: half of what is left
+            wrong = [i for i in wrong if known.channels[i]]
         if not wrong:
             return func(*args, **kwargs)
+        written = written_bounds(args[0], args[1]) if func in SLICES else asked
         for i in wrong:
             setting = known.asked[i]
             if isinstance(setting, Setting) and (setting.module in updated or not setting.divides):
@@ -174,15 +187,17 @@ def learn_sizes(
                 by_attribute.add(SizeRule(call, i, (setting.module, setting.name)))
             else:
                 rules.add(SizeRule(call, i))
+                asks[call, i] = written[i]
         return with_sizes(func, args, kwargs, [expected[i] if i in wrong else a for i, a in enumerate(asked)])
 
     while True:  # what was wrong before an attribute was known may have been computed from it
         known_before, counter = len(by_attribute), CallCounter()
         rules.clear()
+        asks.clear()
         with _counted(model, counter), Asking(do), suppress(Exception):  # where it fails is for a comparison to say
             run()
         if len(by_attribute) == known_before:
-            return rules | by_attribute
+            return rules | by_attribute, asks
 
 
 @contextmanager
@@ -199,7 +214,9 @@ def _counted(model: nn.Module, counter: CallCounter) -> Iterator[None]:
             hook.remove()
 
 
-def apply_sizes(model: nn.Module, rules: set[SizeRule], calls: dict[Call, SizedCall], dead: Tensor) -> None:
+def apply_sizes(
+    model: nn.Module, rules: set[SizeRule], calls: dict[Call, SizedCall], dead: Tensor, asks: Asked | None = None
+) -> None:
     """Tells a network's code the sizes that are left.
 
     An attribute that names several sizes (two parts of a split) stays if others are left of each: all calls of the
@@ -209,7 +226,7 @@ def apply_sizes(model: nn.Module, rules: set[SizeRule], calls: dict[Call, SizedC
     uneven = {attribute for attribute, its in named.items() if len({calls[c].expected(dead)[i] for c, i in its}) > 1}
     for rule in sorted(rules, key=lambda r: (r.call, r.position)):
         if rule.attribute is None:
-            _tell(model, rule.call, rule.position, calls, dead)
+            _tell(model, rule.call, rule.position, calls, dead, (asks or {}).get((rule.call, rule.position)))
         elif rule.attribute not in uneven:
             _set(model, rule.attribute, calls[rule.call].expected(dead)[rule.position])
     for attribute in sorted(uneven):
@@ -239,9 +256,16 @@ def _set(model: nn.Module, attribute: tuple[str, str], value: int) -> None:
     set_size(model.get_submodule(attribute[0]), attribute[1], value)
 
 
-def _tell(model: nn.Module, call: Call, position: int, calls: dict[Call, SizedCall], dead: Tensor) -> None:
+def _tell(
+    model: nn.Module,
+    call: Call,
+    position: int,
+    calls: dict[Call, SizedCall],
+    dead: Tensor,
+    asked: int | None = None,
+) -> None:
     known = calls[call]
     left = known.expected(dead)
-    if left != known.sizes:
-        place = (call[1], *known.record(position, dead))
+    if left != known.sizes or asked is not None:
+        place = (call[1], *known.record(position, dead, asked))
         narrowed(model.get_submodule(call[0]), ":".join(map(str, place)), left[position])
