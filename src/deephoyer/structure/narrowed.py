@@ -40,8 +40,11 @@ def sizes_of(module: nn.Module) -> dict[str, Any]:
 
 
 def narrowed(module: nn.Module, place: str, value: int) -> None:
-    """Makes a module's forward use another size at one of its calls."""
-    sizes_of(module)[place] = value
+    """Makes a module's forward use another size at one of its calls, whatever it was told there before."""
+    its = sizes_of(module)
+    known = [key for key in its if key.split(":")[:2] == place.split(":")[:2] and key != place]
+    its.pop(place, None)
+    its |= {**dict.fromkeys(known, value), place: value}
     if not isinstance(module, Narrowed):
         kind = type(module)
         own = {"__module__": kind.__module__, "forward": _with_recorded_sizes(kind)}
