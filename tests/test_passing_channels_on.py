@@ -338,3 +338,14 @@ def test_a_transposed_convolution_that_is_left_with_one_group_is_loaded(tmp_path
     assert small[2].groups == 1 and largest_gap(net(x), small(x)) < 1e-12
     dh.save(small, tmp_path / "small.safetensors")
     assert torch.equal(dh.load(tmp_path / "small.safetensors", model=made())(x), small(x))
+
+
+def test_single_channels_that_the_code_adds_by_itself_stay():
+    def forward(net, x):
+        h, ones = net.a(x).relu(), net.one.expand(len(x), -1)
+        return net.o(torch.cat([h, ones], 1)) + net.p(torch.cat([ones, net.b(h).relu()], 1))
+
+    net, x = Net(forward, **linears(a=(5, 6), b=(6, 4), o=(7, 2), p=(5, 2))), numbers(3, 5)
+    net.one = nn.Parameter(numbers(1, 1))
+    net.o.weight.data[:, [0, 6]], net.p.weight.data[:, [0, 2]] = 0, 0
+    assert largest_gap(net(x), dh.compact(net, x)(x)) < 1e-12

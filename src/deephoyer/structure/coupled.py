@@ -248,7 +248,7 @@ def _try(model: nn.Module, graph: ChannelGraph, sets: Trial, inputs: Examples, l
     """
     dead = torch.zeros(graph.count, dtype=torch.bool)
     for one, lost in sets:
-        dead[torch.tensor(one.channels, dtype=torch.long)[lost]] = True
+        dead[torch.tensor(one.channels[lost] or one.channels)] = True  # a single one too
     dead = spare_last(graph, dead)
     if not dead.any():
         return
