@@ -44,7 +44,8 @@ NEAREST: dict[str, list[str]] = {
     "masks.py": ["masks", "rules", "multiples", "misuse", "sharded"],
     "strength.py": ["strength", "regularizer", "misuse"],
     "lab/train/strength_control.py": ["strength_control", "strength"],
-    "structure": ["structure_parts", "coupled", "tidy", "joints", "unusual_networks", "smaller", "compact"],
+    "structure": ["structure_parts", "coupled", "tidy", "joints", "passing_channels_on", "networks_that_choose",
+                  "computed_weights", "apparent_constants", "compacted_again", "networks_in_use", "smaller", "compact"],
     "export": ["checkpoints", "export", "fuzz", "joints"],
     "lab/runs/checkpoint.py": ["checkpoints", "run", "fuzz", "training_parts", "models"],
 }  # fmt: skip

@@ -15,10 +15,10 @@ from deephoyer.lab.models import make
 from deephoyer.masks import prune
 from deephoyer.rules import Density
 from deephoyer.structure import CannotFollow, Coupled, compact
+from deephoyer.structure.asked_sizes import Asking
 from deephoyer.structure.channel_ids import Labels
 from deephoyer.structure.follow import Follower
 from deephoyer.structure.operations import meet
-from deephoyer.structure.sizes import Asking
 from deephoyer.weights import find_weights
 
 torchvision = pytest.importorskip("torchvision")

@@ -12,6 +12,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.testing import assert_close
 
 import deephoyer as dh
+from deephoyer.structure.asked_sizes import asked_sizes
 from deephoyer.structure.attention import NarrowAttention, opened
 from deephoyer.structure.channels import ChannelGraph
 from deephoyer.structure.equality import Differs, answers, compare, error, same
@@ -21,7 +22,6 @@ from deephoyer.structure.joints import Gather, merged
 from deephoyer.structure.layers import CONV, EMBEDDING, LINEAR, TRANSPOSED_CONV, clear, filled, kind_of
 from deephoyer.structure.remove import resize
 from deephoyer.structure.shape import describe, reshape_
-from deephoyer.structure.sizes import asked_sizes
 
 
 def test_a_layer_that_computes_its_weight_or_changes_it_is_none_of_ours():

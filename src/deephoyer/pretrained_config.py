@@ -17,7 +17,7 @@ from torch import nn
 
 from deephoyer.inference import Examples
 from deephoyer.structure.equality import answers, same
-from deephoyer.structure.sizes import RECORD, asking_otherwise
+from deephoyer.structure.narrowed import RECORD, asking_otherwise
 
 Place = tuple[str, int]  # a parameter's or buffer's name, and a dimension of it
 Sizes = dict[Place, int]

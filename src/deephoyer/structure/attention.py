@@ -1,6 +1,7 @@
-"""`nn.MultiheadAttention` with fewer heads than its width would make: torch's own forward takes no other number.
+"""`nn.MultiheadAttention` with fewer heads than its width would make, or fewer inputs: torch's forward takes neither.
 
 The parameters have the names and the layout that they had, so that a state dict fits; only rows and columns are gone.
+As in torch's own, no call can be seen that names a size (`asked_sizes.py`): those of modules around it are numbered.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deephoyer.structure.sizes import set_size
+from deephoyer.structure.narrowed import sizes_of
+
+_taken_apart = torch.ops.aten.unflatten.int
 
 
 class NarrowAttention(nn.MultiheadAttention):
@@ -72,16 +75,16 @@ class NarrowAttention(nn.MultiheadAttention):
         return tuple(F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return _taken_apart(x, -1, (-1, self.head_dim)).transpose(1, 2)
 
     def _mask(self, q: Tensor, k: Tensor, padding: Tensor | None, mask: Tensor | None) -> Tensor | None:
         """Both masks as one that is added; torch's hold for each head of each example, one after the other."""
         whole = None
-        for given in (mask, None if padding is None else padding.view(-1, 1, 1, padding.shape[-1])):
+        for given in (mask, None if padding is None else padding[:, None, None]):
             if given is None:
                 continue
             if given.dim() == 3:
-                given = given.unflatten(0, (len(q), -1))
+                given = _taken_apart(given, 0, (len(q), -1))
             if given.dtype == torch.bool:
                 given = torch.zeros_like(given, dtype=q.dtype).masked_fill(given, -torch.inf)
             whole = given if whole is None else whole + given
@@ -99,11 +102,9 @@ def opened(module: nn.Module) -> bool:
 
 
 def narrow(module: nn.MultiheadAttention, heads: int) -> None:
-    """Makes torch's attention one that has so many heads."""
-    if heads == module.num_heads:
-        return
+    """Makes torch's attention one that has so many heads, or reads fewer channels than it gives."""
     if not isinstance(module, NarrowAttention):
         module.fused = module._qkv_same_embed_dim
         module._qkv_same_embed_dim = False  # keeps torch's encoder layers from their fast path, where heads are whole
         module.__class__ = NarrowAttention
-    set_size(module, "num_heads", heads)
+    module.num_heads = sizes_of(module)["num_heads"] = heads

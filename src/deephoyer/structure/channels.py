@@ -12,8 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from deephoyer.inference import Examples
+from deephoyer.structure.asked_sizes import Call
 from deephoyer.structure.rms import RmsNorm
-from deephoyer.structure.sizes import Call, SizedCall, SizeRule
+from deephoyer.structure.sizes import SizedCall, SizeRule
 
 Place = tuple[str, int]  # a parameter's or buffer's name and a dimension of it; or a wiring's name and IN or OUT
 OUT, IN = 0, 1  # the sides of a wiring
@@ -112,12 +114,12 @@ class ChannelGraph:
 
     `reads` and `writes` are the places where a product reads channels or makes them. `wires` are pairs of channels
     where one is passed on as the other without any weight: either can be taken out by itself, but zeroing all weights
-    of one does not silence it. `wirings` are the modules that do so. `calls` are those that name sizes, and `sizes` the
-    ones among them that the code must be told; modules that are `updated` get their new number of heads though
-    something is computed from it. The channels of `norms` may go only if they are zero, not if they are merely read by
-    nobody; so may those that are `summed` without weights. Slices at `directions` are divided by their own length and
-    go as they are, since zero has none. Along the places that are `aligned` a kernel wants a multiple of `ALIGNMENT`
-    channels.
+    of one does not silence it. `wirings` are the modules that do so. For the `sample` that was followed `calls` are
+    those that name sizes, and `sizes` the ones among them that the code must be told; modules that are `updated` get
+    their new number of heads though something is computed from it. The channels of `norms` may go only if they are
+    zero, not if they are merely read by nobody; so may those that are `summed` without weights. Slices at `directions`
+    are divided by their own length and go as they are, since zero has none. Along the places that are `aligned` a
+    kernel wants a multiple of `ALIGNMENT` channels.
     """
 
     places: dict[Place, Tensor] = field(default_factory=dict)
@@ -133,6 +135,7 @@ class ChannelGraph:
     wirings: list[str] = field(default_factory=list)
     wires: list[tuple[int, int]] = field(default_factory=list)
     blocks: list[Blocks] = field(default_factory=list)
+    sample: Examples = ()
     calls: dict[Call, SizedCall] = field(default_factory=dict)
     sizes: set[SizeRule] = field(default_factory=set)
     updated: set[str] = field(default_factory=set)

@@ -20,12 +20,12 @@ from deephoyer.errors import UserError, one_of, shown, true_or_false
 from deephoyer.inference import Examples, outside_modes
 from deephoyer.pretrained import note_shape
 from deephoyer.structure.channels import IN, OUT, ChannelGraph, Place
-from deephoyer.structure.coupled import Coupled, clean_copy, shared_copy, uncalled
+from deephoyer.structure.coupled import Coupled, clean_copy, shared_copy, take_out, uncalled
 from deephoyer.structure.equality import Differs, same
 from deephoyer.structure.fold_constants import Folded, fold, shared_layers
 from deephoyer.structure.joints import ConstantLayer, around, gather, laid_out, merged, replace
 from deephoyer.structure.layers import CONV, EMBEDDING, LINEAR, NORM, WIRING, filled, kind_of, size
-from deephoyer.structure.remove import alive_outputs, own_parameters, remove, spare_last, tensor_of, zero
+from deephoyer.structure.remove import alive_outputs, own_parameters, spare_last, tensor_of, zero
 from deephoyer.text_table import text_table
 from deephoyer.weights import with_values
 
@@ -169,7 +169,7 @@ def _compacted(
     gone = spare_last(graph, dead)
     if not folds or (torch.equal(dead, gone) and not _constants(model, graph, dead)):
         small = shared_copy(model)
-        remove(small, graph, gone)
+        take_out(small, graph, gone)
         own_parameters(small, model)
         changed = bool(gone.any())
     else:
@@ -180,7 +180,7 @@ def _compacted(
         dead = dead_channels(small, graph)
         gone = spare_last(graph, dead)
         zero(small, graph, dead & ~gone)
-        remove(small, graph, gone)
+        take_out(small, graph, gone)
         report.folded, report.kept = found.folded, found.kept
         _stand_still(small, _inner(graph), fold(small, example_inputs), report)
     report.sets = _sets(graph, gone)

@@ -1,7 +1,7 @@
 """Coupled groups: for each removable channel, all slices across layers that must vanish before it can go.
 
 A grouping like the others, but it needs the network's graph, so it is made from the model and example
-inputs. The graph is proven before it is used: on a copy, every second channel of each set is zeroed and
+inputs. The graph is proven before it is used: on a copy, every second or third channel of each set is zeroed and
 removed, and the outputs must not differ; a module that can't take it keeps its channels.
 """
 
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from deephoyer.errors import UserError, true_or_false
 from deephoyer.groups import Grouping, Slices, SliceUnit, Unit
-from deephoyer.inference import Examples, call, outside_modes, plain_attention
+from deephoyer.inference import Examples, call, outside_modes, plain_attention, same_start
 from deephoyer.sharded import is_sharded
 from deephoyer.structure.channels import ChannelGraph, ChannelSet, Place
 from deephoyer.structure.equality import Differs, Outputs, all_nan, compare, drawn_answers
@@ -27,7 +27,7 @@ from deephoyer.structure.follow import CannotFollow, follow
 from deephoyer.structure.inputs import one_sample, tensors_in
 from deephoyer.structure.layers import CONV, LINEAR, filled, kind_of
 from deephoyer.structure.remove import alive_outputs, homes_of, remove, replace_tensor, spare_last, tensor_of, zero
-from deephoyer.structure.sizes import Setting, SizeRule, apply_sizes, learn_sizes
+from deephoyer.structure.sizes import Setting, apply_sizes, learn_sizes
 from deephoyer.weights import CONVOLUTIONS, TRANSPOSED, Weight, all_weights, with_values
 
 
@@ -170,12 +170,13 @@ def proven(model: nn.Module, inputs: Examples, exact: bool = True) -> ChannelGra
     model = shared_copy(model)
     woken = _wake(model)
     graph, outputs, sample = _followed(model, inputs, exact)
+    graph.sample = sample
     if any(t.is_floating_point() and t.numel() and not t.abs().amax() < 1e6 for t in outputs):
         for parameter in woken:  # for which it is not made: in a deep one that was pruned they add up to infinity
             parameter.detach().zero_()
     tried: set[type[nn.Module]] = set()
     for _ in range(1 + 3 * len(graph.sets())):  # each time a kind of module is updated, or one set at least given up
-        free = [one for one in graph.sets() if one.reason is None]
+        free = [(one, LOSE[i % len(LOSE)]) for i, one in enumerate(graph.sets()) if one.reason is None]
         trial = sample
         try:
             _try(model, graph, free, trial, learn=True)
@@ -235,14 +236,19 @@ def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
         raise UserError(f"the model can't be copied (copy.deepcopy): {why}") from why
 
 
-def _try(model: nn.Module, graph: ChannelGraph, sets: list[ChannelSet], inputs: Examples, learn: bool = False) -> None:
-    """Zeroes every second channel of these sets in one copy, removes it from another, and compares.
+LOSE = slice(None, None, 2), slice(1, None, 3), slice(1, None, 4)
+"""Which channels of a set go in a trial: of neighbouring sets, two parts of a tensor, not as many of each."""
+Trial = list[tuple[ChannelSet, slice]]
+
+
+def _try(model: nn.Module, graph: ChannelGraph, sets: Trial, inputs: Examples, learn: bool = False) -> None:
+    """Zeroes some channels of these sets in one copy, removes them from another, and compares.
 
     The sizes that the code must be told are learnt on the way, into the graph.
     """
     dead = torch.zeros(graph.count, dtype=torch.bool)
-    for one in sets:
-        dead[torch.tensor(one.channels[::2])] = True
+    for one, lost in sets:
+        dead[torch.tensor(one.channels[lost] or one.channels)] = True  # a single one too
     dead = spare_last(graph, dead)
     if not dead.any():
         return
@@ -257,17 +263,22 @@ def _try(model: nn.Module, graph: ChannelGraph, sets: list[ChannelSet], inputs: 
     drawn, before = drawn_answers(small, inputs, 1, inside)
     if all_nan(before):
         raise UserError("the model gives nothing but NaN, so there is nothing to compare.")
-    remove(small, graph, dead)  # from the same copy: a large network is there twice, not three times
-    if learn:
-        graph.sizes |= _learnt(small, graph, dead, inputs)
-        apply_sizes(small, graph.sizes, graph.calls, dead)
+    take_out(small, graph, dead, learn)  # from the same copy: a large network is there twice, not three times
     alive = alive_outputs(model, graph, dead, dead)
     compare(before, small, drawn, zeroed, alive, graph.exact, graph.rounding, inside)
 
 
-def _learnt(small: nn.Module, graph: ChannelGraph, dead: Tensor, inputs: Examples) -> set[SizeRule]:
-    with torch.no_grad(), plain_attention:
-        return learn_sizes(small, graph.calls, dead, lambda: call(small, inputs), graph.updated)
+def take_out(model: nn.Module, graph: ChannelGraph, dead: Tensor, learn: bool = True) -> None:
+    """Removes channels, and learns into the graph what sizes the code must then be told.
+
+    It may get more of them wrong than without others: half of what is left is no longer the first of two parts.
+    """
+    remove(model, graph, dead)
+    if learn:
+        with torch.no_grad(), plain_attention, same_start(model):
+            wrong, asks = learn_sizes(model, graph.calls, dead, lambda: call(model, graph.sample), graph.updated)
+        graph.sizes |= wrong
+        apply_sizes(model, graph.sizes, graph.calls, dead, asks)
 
 
 def _wake(model: nn.Module) -> list[Tensor]:
@@ -299,26 +310,26 @@ def _update(model: nn.Module, graph: ChannelGraph, name: str, tried: set[type[nn
     return True
 
 
-def _give_up(model: nn.Module, graph: ChannelGraph, free: list[ChannelSet], inputs: Examples, why: Differs) -> None:
+def _give_up(model: nn.Module, graph: ChannelGraph, free: Trial, inputs: Examples, why: Differs) -> None:
     """Fixes the sets that the module at fault sees: those that fail by themselves, or else all of them."""
-    suspects: list[ChannelSet] = []
+    suspects: Trial = []
     name = why.module
     while not suspects:
         seen = set(graph.touched.get(name, ()))
         for (tensor, _), channels in graph.places.items():
             if tensor == name or tensor.rpartition(".")[0] == name:
                 seen.update(channels.tolist())
-        suspects = [one for one in free if seen.intersection(one.channels)]
+        suspects = [(one, lost) for one, lost in free if seen.intersection(one.channels)]
         if not name and not suspects:
             if not free:
                 raise CannotFollow(f"coupled: module {why.module!r} can't be followed: {why}") from why
             suspects = free
         name = name.rpartition(".")[0]
-    for one in _failing(model, graph, suspects, inputs) or suspects:
+    for one, _ in _failing(model, graph, suspects, inputs) or suspects:
         graph.fixed.update(dict.fromkeys(one.channels, f"{why.module or 'the model'!r} has sizes written into it"))
 
 
-def _failing(model: nn.Module, graph: ChannelGraph, sets: list[ChannelSet], inputs: Examples) -> list[ChannelSet]:
+def _failing(model: nn.Module, graph: ChannelGraph, sets: Trial, inputs: Examples) -> Trial:
     """The sets that fail by themselves, found by halves."""
     try:
         _try(model, graph, sets, inputs)

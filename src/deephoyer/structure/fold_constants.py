@@ -18,7 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deephoyer.errors import first_line
 from deephoyer.inference import Examples, UncheckedOneHot, call, plain_attention, state_kept, unchecked_distributions
+from deephoyer.structure.equality import Differs
 from deephoyer.structure.inputs import drawn_like, other_sizes, random_like, tensors_in
 from deephoyer.structure.layers import (
     CONV,
@@ -53,7 +55,10 @@ def fold(model: nn.Module, inputs: Examples) -> Folded:
     witness = _Witness(model)
     wirings = [module for module in model.modules() if kind_of(module) is WIRING]  # which are changed on the way
     with torch.no_grad(), plain_attention, state_kept(m for m in model.modules() if m not in wirings):
-        witness.run(inputs)
+        try:
+            witness.run(inputs)
+        except Exception as why:
+            raise Differs(f"the smaller network fails: {first_line(why)}.", "") from why
         for seed, scale in ((3, 1.0), (5, LARGE), (5, -LARGE)):
             for drawn in drawn_like(inputs, seed, scale):
                 with suppress(Exception):

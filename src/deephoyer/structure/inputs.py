@@ -64,8 +64,8 @@ def other_sizes(inputs: Examples) -> Iterator[tuple[Examples, ...]]:
     """The examples in other sizes that a network may be given: longer texts, larger pictures, another batch.
 
     The first sample alone, if there are more; and of that, for each dimension and for those of a picture together,
-    several to try, since a network may take only some of them. Tensors that are as long there as the first one change
-    with it.
+    shorter and longer ones and those of one place, several of each to try, since a network may take only some of them.
+    Tensors that are as long there as the first one change with it.
     """
     sample = one_sample(inputs)
     if sample is not inputs:
@@ -74,17 +74,15 @@ def other_sizes(inputs: Examples) -> Iterator[tuple[Examples, ...]]:
     dims = max((t.dim() for t in tensors), default=0)
     for changed in [*((d,) for d in range(dims)), *([tuple(range(2, dims))] if dims > 3 else [])]:
         sizes = {d: next(t.shape[d] for t in tensors if t.dim() > d) for d in changed}
-        # First one that is no multiple, for which a network may pad what it is given.
-        others = [{d: change(size) for d, size in sizes.items()} for change in CHANGES]
-        yield tuple(_resized(inputs, sizes, other) for other in others if all(other.values()) and other != sizes)
+        for changes in (SHORTER, LONGER, SINGLE):
+            others = [{d: change(size) for d, size in sizes.items()} for change in changes]
+            yield tuple(_resized(inputs, sizes, other) for other in others if all(other.values()) and other != sizes)
 
 
-CHANGES: tuple[Callable[[int], int], ...] = (
-    lambda size: size // 2 + 1,
-    lambda size: size // 2,
-    lambda size: size * 2,
-    lambda size: size // 4,
-)
+# First one that is no multiple, for which a network may pad what it is given.
+SHORTER: tuple[Callable[[int], int], ...] = (lambda size: size // 2 + 1, lambda size: size // 2, lambda size: size // 4)
+LONGER: tuple[Callable[[int], int], ...] = (lambda size: size * 2 + 1, lambda size: size * 2)
+SINGLE: tuple[Callable[[int], int], ...] = (lambda size: 1,)
 
 
 def _resized(inputs: Examples, sizes: dict[int, int], others: dict[int, int]) -> Examples:

@@ -63,7 +63,7 @@ class Gather(nn.Module):
         # An exported graph picks, which is a single operator in ONNX.
         picks = self.place is None or torch.compiler.is_exporting()
         y = self._picked(y) if picks else self._copied(y)
-        return y if self.fill is None else y + self.fill.view([-1] + [1] * (-self.dim - 1))
+        return y if self.fill is None else y + _laid_along(self.fill, -self.dim - 1)
 
     def _picked(self, y: Tensor) -> Tensor:
         assert self.write is not None
@@ -76,7 +76,7 @@ class Gather(nn.Module):
         assert self.write is not None and self.place is not None
         dim = y.dim() + self.dim
         shape = [*y.shape[:dim], len(self.write), *y.shape[dim + 1 :]]
-        return y.new_zeros(shape).index_copy_(dim, self.place, y)
+        return y.new_empty(shape).zero_().index_copy_(dim, self.place, y)
 
 
 class ConstantLayer(nn.Module):
@@ -100,13 +100,20 @@ class ConstantLayer(nn.Module):
         if self.kind == "linear":
             return self.value.expand(*x.shape[:-1], -1).clone()
         if self.places is None:
-            return self.value.view(-1, *([1] * (x.dim() - 2))).expand(x.shape[0], -1, *x.shape[2:]).clone()
+            return _laid_along(self.value, x.dim() - 2).expand(x.shape[0], -1, *x.shape[2:]).clone()
         n = len(self.places)
         shape = [(x.shape[d - n] + w["pad"] - w["reach"]) // w["stride"] + 1 for d, w in enumerate(self.places)]
-        return self.value.view(-1, *([1] * n)).expand(*x.shape[: -n - 1], -1, *shape).clone()
+        return _laid_along(self.value, n).expand(*x.shape[: -n - 1], -1, *shape).clone()
 
     def extra_repr(self) -> str:
         return f"{self.value.numel()}, for a {self.kind} layer"
+
+
+def _laid_along(channels: Tensor, places: int) -> Tensor:
+    """One number for each channel, with so many dimensions behind them."""
+    for _ in range(places):
+        channels = channels.unsqueeze(-1)
+    return channels
 
 
 def _windows(layer: Any) -> list[dict[str, int]]:

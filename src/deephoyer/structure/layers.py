@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from deephoyer.structure.narrowed import RECORD
 from deephoyer.weights import CONVOLUTIONS, TRANSPOSED
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -59,9 +60,9 @@ def kind_of(module: nn.Module) -> LayerKind | None:
         for base in types:
             if isinstance(module, base) and type(module).forward is base.forward:
                 plain = "weight" in module._parameters and not hasattr(module, "parametrizations")
-                whole = kind is not TRANSPOSED_CONV or module.groups == 1
+                grouped = kind is TRANSPOSED_CONV and (module.groups != 1 or "groups" in vars(module).get(RECORD, ()))
                 still = kind is not EMBEDDING or module.max_norm is None
-                return kind if plain and whole and still else None
+                return kind if plain and not grouped and still else None
     wired = all(hasattr(module, name) for name in ("source", "arrange", "keep_inputs", "keep_outputs"))
     return WIRING if wired else None
 

@@ -229,7 +229,7 @@ def _one_shrinks(n: Labels, op: Operation, axis: Tensor, dims: list[int]) -> Ten
     """Ties what lies along all but one of the dimensions that a dimension was taken apart into.
 
     Where heads are counted, whole heads go; else what the code leaves open (−1); else the longest. If that has proved
-    to lie within heads, it is the next longest.
+    to lie within heads, it is the next of these.
     """
     varying = [d for d in dims if n.varies(axis, d)]
     if len(varying) < 2:
@@ -237,9 +237,8 @@ def _one_shrinks(n: Labels, op: Operation, axis: Tensor, dims: list[int]) -> Ten
     asked = op.asked if len(op.asked) == axis.dim() else [0] * axis.dim()
     named = [d for d in varying if isinstance(size := asked[d], Setting | Computed) and counts_heads(size.name)]
     heads = named or [d for d in varying if op.counts_heads(axis.shape[d])]
-    left_open = [d for d in varying if asked[d] == -1]
-    by_length = sorted(varying, key=lambda d: (-axis.shape[d], -d))
-    shrinks = (heads or (by_length[1:] if op.number in n.turned else left_open) or by_length)[0]
+    in_turn = sorted(varying, key=lambda d: (asked[d] != -1, -axis.shape[d], -d))
+    shrinks = (heads or (in_turn[1:] if op.number in n.turned else in_turn))[0]
     for d in varying:
         if d != shrinks:
             axis = n.tie(axis, d)

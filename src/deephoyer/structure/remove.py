@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from deephoyer.structure.attention import narrow, opened
 from deephoyer.structure.channels import ALIGNMENT, IN, OUT, ChannelGraph, Place
 from deephoyer.structure.layers import WIRING, Renewed, kind_of, put
+from deephoyer.structure.narrowed import set_size
 from deephoyer.structure.rms import absorb
-from deephoyer.structure.sizes import apply_sizes, set_size
+from deephoyer.structure.sizes import apply_sizes
 
 SIZES: dict[str, dict[str, Place]] = {
     "Linear": {"out_features": ("weight", 0), "in_features": ("weight", 1)},
@@ -71,7 +72,8 @@ def remove(model: nn.Module, graph: ChannelGraph, dead: Tensor) -> None:
         module = model.get_submodule(block.module)
         left = int((~dead[graph.places[block.place]]).sum()) // block.per
         if opened(module):
-            narrow(module, left)
+            if resized.keys() & {id(module), id(module.out_proj)}:
+                narrow(module, left)
         else:
             set_size(module, block.attribute, left)
     for module in resized.values():

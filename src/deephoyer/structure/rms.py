@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deephoyer.structure.sizes import set_size
+from deephoyer.structure.narrowed import set_size
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from deephoyer.errors import UserError, first_line
 from deephoyer.structure.attention import narrow, opened
 from deephoyer.structure.joints import ConstantLayer, Gather, replace
 from deephoyer.structure.layers import CONV, LINEAR, NORM, WIRING, LayerKind, Renewed, kind_of, loose_tensors, put, size
+from deephoyer.structure.narrowed import PLACE, RECORD, narrowed, set_size, sizes_of
 from deephoyer.structure.remove import owner, resize
-from deephoyer.structure.sizes import PLACE, RECORD, narrowed, set_size, sizes_of
 
 VERSION = 1
 Entry = dict[str, Any]
