@@ -406,3 +406,11 @@ def test_the_report_prints_as_a_table_with_what_stayed_and_why():
     text = str(compact_report(compact(model, torch.randn(3, 4))))
     assert "coupled set" in text and "network output" in text and "72 → 56 (77.8% left)" in text
     assert "may no longer fit in training: auxiliary" in text and "\n\n" not in text
+
+
+def test_a_report_of_single_zeros_says_what_would_be_removed():
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+    with torch.no_grad():
+        model[2].weight[::2, ::2], model[2].weight[1::2, 1::2] = 0, 0
+    small = compact(model, torch.randn(3, 4))
+    assert "nothing was removed: a channel goes when all its weights are zero" in str(compact_report(small))

@@ -256,6 +256,13 @@ def test_a_report_says_of_a_drop_only_what_scores_have_shown(regularize, scores,
     assert note.endswith(f"0.25 was asked for: {why}."), note
 
 
+def test_a_plan_that_is_never_told_of_an_epoch_says_so():
+    model = network()
+    plan = Plan(model, X, adam(model), Target(macs=0.5), 4)
+    with pytest.warns(UserWarning, match=r"plan.epoch\(\) was never called: call it after every epoch"):
+        plan.finish()
+
+
 def test_a_score_from_before_the_last_prune_is_not_that_of_the_pruned_network():
     model = network()
     plan = Plan(model, X, adam(model), Target(macs=0.5), 4, pull=0)

@@ -226,6 +226,9 @@ class Plan:
         """Returns the compacted network and sets `plan.report`. The model itself has the same zeros."""
         if self.report is not None:
             raise UserError("plan: it is finished already.")
+        if self.done == 0:
+            unit = "step" if self.by_steps else "epoch"
+            self._tell(f"plan.{unit}() was never called: call it after every {unit}, which is when it prunes.")
         if self.level < self.rounds and self.target.drop is None:
             self._note(f"finished after {self.done} of {self.total}, before the last prune: it is not finetuned.")
             self._prune(self.rounds)

@@ -81,6 +81,11 @@ class CompactReport:
             f"parameters: {self.parameters_before:,} → {self.parameters_after:,} ({share:.1%} left); largest output "
             f"difference: {self.error:.1e} of their scale{'' if self.exact else ', not exact: finetune it'}",
         ]
+        if self.parameters_after == self.parameters_before:
+            lines.append(
+                "nothing was removed: a channel goes when all its weights are zero, as after "
+                "dh.prune(model, …, groups=dh.Coupled(model, example_inputs))"
+            )
         lines += [f"constants folded into {layer}: {count}" for layer, count in self.folded.items()]
         lines += [f"constants kept before {layer or 'some layers'}: {why}" for layer, (_, why) in self.kept.items()]
         lines += [f"layers removed: {', '.join(self.dropped)}"] if self.dropped else []
