@@ -42,7 +42,7 @@ def text(name):
 def test_the_page_and_the_index_are_made_from_the_records(records):
     assert page(records, ROOT / "docs" / "figures") == text("docs/results.md"), "stale: run `deephoyer table --write`"
     assert index(records, RESULTS).csv() == text(f"results/{INDEX}"), "stale: run `deephoyer table --write`"
-    assert len(text("docs/results.md").encode()) <= 20_000 and len(text("docs/lessons.md").encode()) <= 8_000
+    assert len(text("docs/results.md").encode()) <= 21_000 and len(text("docs/lessons.md").encode()) <= 8_000
 
 
 def test_results_fit_in_a_hand_and_have_plain_paths():
