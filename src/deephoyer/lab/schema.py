@@ -35,11 +35,17 @@ DESCRIPTIVE = ("about", "needs", "expect")
 
 TORCH_FILES = (".pt", ".pth", ".tar", ".ckpt", ".bin")
 """How files that `torch.save` wrote are called: weights.pth, model_best.pth.tar, last.ckpt, pytorch_model.bin."""
+OVERRIDE = re.compile(r"\s'?[a-z_]+(\.[a-z_]+)*=")
+"""What stands in the words of a run but in no usual name of a file."""
 
 
 def is_file(words: str) -> bool:
-    """Whether a network is given as a file, not as the run that makes it."""
-    return words.endswith((".safetensors", *TORCH_FILES))
+    """Whether a network is given as a file, not as the run that makes it, whose last override may name a file, too.
+
+    >>> is_file("my weights/resnet50.pth"), is_file("parts/resnet-50-tiny-dense start=resnet50.pth")
+    (True, False)
+    """
+    return words.endswith((".safetensors", *TORCH_FILES)) and not OVERRIDE.search(words)
 
 
 def ordered(words: str) -> str:
