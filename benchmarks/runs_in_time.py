@@ -207,6 +207,7 @@ def in_this_process(
     for job in jobs:
         if job.done():
             job.record = read_record(RunFolder(job.folder))
+            records.add(job)
             continue
         expected = job.epochs_left() * known[job.network] + around
         if time.monotonic() - began + expected > seconds:
