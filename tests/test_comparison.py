@@ -442,7 +442,6 @@ def test_a_comparison_runs_to_its_end_goes_on_after_a_stop_and_writes_its_page(c
     assert (published.row, published.seed, published.tags) == ("random", 1, (methods_page.TAG,))
     accuracy = next(o["accuracy"] for o in finals if o["method"] == "random")
     assert published.measured.accuracy == pytest.approx(accuracy) and not verify.check(Path(published.path)).differences
-    assert Path("results/methods/mine.json").read_text() != whole  # its seconds, at least
     assert len(methods_page._content(Path("results/methods/mine.json"))["outcomes"]) == len(content["outcomes"])
     code, said, error = command("compare", "mine.yaml", *TINY, "--only", "random", "--publish")
     assert code == 0 and "published " not in said, "a run is published once"
