@@ -13,6 +13,7 @@ from deephoyer.errors import UserError
 from deephoyer.lab import data, models, recipe
 from deephoyer.lab.train import batches, teacher_cache
 from deephoyer.lab.train.distill import Teachers, teachers_of
+from deephoyer.lab.train.objective import Objective
 
 
 @pytest.mark.parametrize("passes", [20, 0])
@@ -154,3 +155,36 @@ def test_teachers_made_ready_say_what_they_said_in_half_precision(compiled, monk
     torch.testing.assert_close(found, far)
     assert bool(blocks) == compiled
     assert teacher.conv1.weight.dtype is torch.bfloat16 and teacher.bn1.weight.dtype is torch.float32
+
+
+def test_features_are_what_the_last_linear_layer_is_given_and_their_distance_is_relative():
+    torch.manual_seed(0)
+    digits = data.load("mnist", limit=16).in_floats()
+    net, teacher = models.make("lenet-300-100"), models.make("lenet-300-100")
+    recipe_of = recipe.read("demo", ["distill={teachers: [a.safetensors], temperature: 2, weight: 0, features: 3}"])
+    teachers = Teachers([teacher], digits, 0, False, 2.0, 0.0, features=3.0)
+    step = batches.draw(torch.arange(16), 16, 0, False, seed=1).step(0)
+    x, y = batches.images(digits, step, 0)
+
+    def hidden(of):
+        return of.fc2(of.fc1(x.flatten(1)).relu()).relu()
+
+    a, b = hidden(net), hidden(teacher).detach()
+    far = ((a - b).square().sum(1) / b.square().sum(1)).mean()
+    expected = F.cross_entropy(net(x), y) + 3 * far
+    found = Objective(net, digits, recipe_of, teachers)(step)
+    torch.testing.assert_close(found, expected)
+    own, theirs = (torch.autograd.grad(loss, list(net.parameters())) for loss in (found, expected))
+    torch.testing.assert_close(own, theirs)
+    assert not any(m._forward_pre_hooks for one in (net, teacher) for m in one.modules())
+
+
+def test_features_of_another_width_and_of_several_teachers_are_refused():
+    digits = data.load("mnist", limit=4).in_floats()
+    teachers = Teachers([models.make("lenet-5")], digits, 0, False, 2.0, 0.5, features=1.0)
+    with pytest.raises(UserError, match="the network has 100 features and its teacher 500"):
+        Objective(models.make("lenet-300-100"), digits, recipe.read("demo"), teachers)
+    with pytest.raises(UserError, match="not of 2"):
+        recipe.read("demo", ["distill={teachers: [a.safetensors, b.safetensors], features: 1}"])
+    with pytest.raises(UserError, match="can't be kept"):
+        recipe.read("demo", ["distill={teachers: [a.safetensors], features: 1, keep: true}"])

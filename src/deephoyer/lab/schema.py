@@ -89,8 +89,18 @@ class Distill(Part):
     """Softens the predictions of teachers and student."""
     weight: float = Field(default=0.7, ge=0, le=1)
     """The weight of the teachers in the loss; the labels have the rest."""
+    features: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """The weight of the squared distance to the teacher's features (what its last linear layer is given), relative."""
     keep: bool = False
     """Compute each teacher's predictions for every shifted image once, and cache them on disk for other runs."""
+
+    @model_validator(mode="after")
+    def _features_of_one(self) -> Distill:
+        if self.features and len(self.teachers) > 1:
+            raise UserError(f"features of one teacher can be learned, not of {len(self.teachers)}; name one teacher.")
+        if self.features and self.keep:
+            raise UserError("features are computed in each step and can't be kept (distill.keep=false).")
+        return self
 
 
 class Expect(Part):

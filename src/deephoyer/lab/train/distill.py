@@ -1,14 +1,16 @@
-"""Distillation from trained networks: the mean of their softened predictions, next to the labels.
+"""Distillation from trained networks: the mean of their softened predictions, next to the labels; one's features.
 
 Where shifts and flips are few, the teachers' predictions are computed once for every image in every position, and a
 step looks them up in that table. Where they are many, as for crops of photographs, they are computed for each batch in
-the step itself; or in a table that is cached on disk. Neither waits for the host, so both can be captured.
+the step itself; or in a table that is cached on disk. Features, what the last linear layer is given, are too large for
+a table. None of this waits for the host, so all of it can be captured.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +36,43 @@ MOST_PASSES = 30
 """A table costs one pass over the training images per position; beyond this number it is not worth it."""
 
 
+def classifier(network: nn.Module, example: Tensor) -> nn.Linear:
+    """The linear layer that a network calls last; what it is given are the network's features.
+
+    >>> from deephoyer.lab import models
+    >>> classifier(models.make("lenet-300-100"), torch.zeros(1, 1, 28, 28))
+    Linear(in_features=100, out_features=10, bias=True)
+    """
+    layers = [m for m in network.modules() if isinstance(m, nn.Linear)]
+    called: list[nn.Linear] = []
+    hooks = [m.register_forward_pre_hook(lambda m, _: called.append(m)) for m in layers]
+    was_training = network.training
+    try:
+        with torch.no_grad():
+            network.eval()(example)
+    finally:
+        network.train(was_training)
+        for hook in hooks:
+            hook.remove()
+    if not called:
+        raise UserError("distill.features: the network calls no linear layer; set distill.features=0.")
+    return called[-1]
+
+
+@contextmanager
+def inputs_of(layer: nn.Module | None) -> Iterator[list[Tensor]]:
+    """What a layer is given while this lasts; nothing of no layer."""
+    seen: list[Tensor] = []
+    if layer is None:
+        yield seen
+        return
+    hook = layer.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    try:
+        yield seen
+    finally:
+        hook.remove()
+
+
 class Teachers:
     """The distillation loss of a batch; a table of predictions is computed when this is created."""
 
@@ -50,6 +89,7 @@ class Teachers:
         most_passes: int = MOST_PASSES,
         keep: bool = False,
         say: Callable[[str], None] = lambda text: None,
+        features: float = 0.0,
     ):
         self.teachers = [teacher.eval().requires_grad_(False) for teacher in teachers]
         self.reach, self.temperature, self.weight, self.half = reach, temperature, weight, half
@@ -58,6 +98,8 @@ class Teachers:
         who = "the teacher" if len(self.teachers) == 1 else f"{len(self.teachers)} teachers"
         self.table: Tensor | None = None
         self.compiled = Compiled(())
+        self.features = features
+        self._classifier = classifier(self.teachers[0], data.example()) if features else None
         if keep:
             if not isinstance(data, Dataset):
                 raise UserError(
@@ -65,7 +107,7 @@ class Teachers:
                 )
             say(f"predictions of {who} for {len(positions)} positions of every image: from the cache, or computed now")
             self.table = self._table_on_disk(data, positions, flips, compiled, say)
-        elif isinstance(data, Dataset) and len(positions) <= most_passes:
+        elif isinstance(data, Dataset) and len(positions) <= most_passes and not features:
             say(f"computes the predictions of {who} for {len(positions)} positions of every image: minutes on a CPU")
             self.table = torch.stack([self._predict_all(self.teachers, data, at, half=False) for at in positions])
         else:
@@ -109,20 +151,40 @@ class Teachers:
             logits = [teacher(x) for teacher in teachers]
         return torch.stack([F.softmax(each.float() / self.temperature, 1) for each in logits]).mean(0)
 
-    def losses(self, logits: Tensor, labels: Tensor, x: Tensor, step: Draw | None = None) -> Tensor:
-        """For each image (1 − weight) × cross-entropy with the label + weight × T² × divergence from the teachers.
+    def student(self, network: nn.Module, example: Tensor) -> nn.Linear | None:
+        """The layer of a network whose inputs are to be the teacher's features, where they are learned."""
+        if self._classifier is None:
+            return None
+        own = classifier(network, example)
+        if own.in_features != self._classifier.in_features:
+            raise UserError(
+                f"distill.features: the network has {own.in_features} features and its teacher "
+                f"{self._classifier.in_features}; set distill.features=0."
+            )
+        return own
+
+    def losses(
+        self, logits: Tensor, labels: Tensor, x: Tensor, step: Draw | None = None, features: Tensor | None = None
+    ) -> Tensor:
+        """For each image (1 − weight) × cross-entropy with the label + weight × T² × divergence from the teachers, and
+        the squared distance of its features to the teacher's, relative to their size.
 
         `x` are the images as the network saw them: those of `step`, shifted and flipped, where they lie in memory.
         """
-        if self.table is None:
-            targets = self._predict(self.teachers, x, self.half)
-        else:
-            assert step is not None
-            targets = self.table[place(step.numbers, step.shift, step.flip, self.reach), step.numbers].float()
+        with inputs_of(self._classifier) as given:
+            if self.table is None:
+                targets = self._predict(self.teachers, x, self.half)
+            else:
+                assert step is not None
+                targets = self.table[place(step.numbers, step.shift, step.flip, self.reach), step.numbers].float()
         softened = F.log_softmax(logits / self.temperature, 1)
-        divergence = F.kl_div(softened, targets, reduction="none").sum(1) * self.temperature**2
+        divergence = self.weight * F.kl_div(softened, targets, reduction="none").sum(1) * self.temperature**2
+        if features is not None:
+            goal = given[-1].float().flatten(1)
+            distance = (features.float().flatten(1) - goal).square().sum(1) / goal.square().sum(1).clamp_min(1e-12)
+            divergence = divergence + self.features * distance
         divergence = torch.where(labels == UNREADABLE, 0.0, divergence)
-        return (1 - self.weight) * F.cross_entropy(logits, labels, reduction="none") + self.weight * divergence
+        return (1 - self.weight) * F.cross_entropy(logits, labels, reduction="none") + divergence
 
 
 def teachers_of(recipe: Recipe, data: Source, device: torch.device, say: Callable[[str], None]) -> Teachers:
@@ -150,4 +212,5 @@ def teachers_of(recipe: Recipe, data: Source, device: torch.device, say: Callabl
         compiled=recipe.compile == "blocks",
         keep=settings.keep,
         say=say,
+        features=settings.features,
     )

@@ -9,13 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from deephoyer.errors import UserError
 from deephoyer.lab.data.source import Source
 from deephoyer.lab.methods import Method
 from deephoyer.lab.schema import Recipe
 from deephoyer.lab.train import batches
 from deephoyer.lab.train.batches import Batch, Draw
 from deephoyer.lab.train.compiling import Compiled, repeated
-from deephoyer.lab.train.distill import Teachers
+from deephoyer.lab.train.distill import Teachers, inputs_of
 from deephoyer.lab.train.memory_format import memory_format
 
 
@@ -46,12 +47,16 @@ class Objective:
         self.data, self.recipe, self.teachers = data, recipe, teachers
         self.network = partial(method or Method(), parallel or model)
         self.compiled = Compiled((repeated(model) or [model]) if recipe.compile == "blocks" else ())
+        self.classifier = teachers.student(model, data.example()) if teachers else None
+        if self.classifier is not None and recipe.compile == "blocks" and not repeated(model):
+            raise UserError("distill.features: the network has no repeated blocks and is compiled whole; compile=off.")
 
     def __call__(self, step: Draw | Batch) -> Tensor:
         x, y = batches.images(self.data, step, self.recipe.shift)
-        with self.compiled.on():
+        with self.compiled.on(), inputs_of(self.classifier) as given:
             outputs = logits(self.network, x, self.recipe)
         if self.teachers is None:
             # An image that could not be read counts as one whose loss is 0, whichever process has it.
             return F.cross_entropy(outputs, y, reduction="none").mean()
-        return self.teachers.losses(outputs, y, x, step if isinstance(step, Draw) else None).mean()
+        features = given[-1] if given else None
+        return self.teachers.losses(outputs, y, x, step if isinstance(step, Draw) else None, features).mean()
