@@ -25,7 +25,7 @@ test-browser: $(VENV)/.dev
 	$(BIN)/python -m pytest -m browser tests
 
 test-gpu:
-	$(PYTHON) benchmarks/on_gpu.py
+	$(PYTHON) benchmarks/on_gpu.py $(if $(JOBS),--jobs $(JOBS))
 
 torture: $(VENV)/.dev
 	$(BIN)/python benchmarks/torture.py

@@ -1,15 +1,20 @@
 """`make test-gpu`: every test marked `cuda`, then each benchmark the README quotes, briefly; one last line for all.
 
 With the Python at hand; no environment is made. Exit status 1 if anything failed.
+`make test-gpu JOBS=4` runs four at once, where a GPU is lent by the minute.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import subprocess
 import sys
 import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -27,12 +32,14 @@ BENCHMARKS = (
 )
 
 
-def run(*words: str) -> tuple[int, str]:
-    """The exit status and the output, which is shown as it comes."""
-    print("$", " ".join(words), flush=True)
+def run(words: Sequence[str], live: bool) -> tuple[int, str]:
+    """The exit status and the output, which is shown as it comes or, of several at once, when it is complete."""
     source = os.pathsep.join([str(HERE.parent / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": source}
-    seen = []
+    began, shown = time.monotonic(), f"$ {' '.join(words)}\n"
+    seen = [] if live else [shown]
+    if live:
+        print(shown, end="", flush=True)
     with subprocess.Popen(
         [sys.executable, *words],
         cwd=HERE.parent,
@@ -43,8 +50,11 @@ def run(*words: str) -> tuple[int, str]:
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:
-            print(line, end="", flush=True)
             seen.append(line)
+            if live:
+                print(line, end="", flush=True)
+    if not live:
+        print(*seen, f"  exit status {process.returncode}, {time.monotonic() - began:.0f} s\n", sep="", flush=True)
     return process.returncode, "".join(seen)
 
 
@@ -55,19 +65,28 @@ def files_with_cuda_tests() -> list[str]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--jobs", type=int, default=1, help="so many at once; a benchmark's numbers then say little")
+    jobs = parser.parse_args().jobs
     if not torch.cuda.is_available():
         raise SystemExit("test-gpu: torch sees no GPU here")
-    began = time.monotonic()
-    status, said = run("-m", "pytest", "-m", "cuda", *files_with_cuda_tests())
-    tests = {word: int(n) for n, word in re.findall(r"(\d+) (passed|failed|error|skipped)", said)}
-    bad = [name for name in BENCHMARKS if run(*f"benchmarks/{name} --brief".split())[0] != 0]
-    counted = ", ".join(f"{n} {word}" for word, n in tests.items()) or "no tests ran"
+    began, files = time.monotonic(), files_with_cuda_tests()
+    tests = [["-m", "pytest", "-m", "cuda", *some] for some in ([files] if jobs == 1 else [[file] for file in files])]
+    benchmarks = [f"benchmarks/{name} --brief".split() for name in BENCHMARKS]
+    with ThreadPoolExecutor(jobs) as pool:
+        ended = list(pool.map(lambda words: run(words, live=jobs == 1), [*tests, *benchmarks]))
+    counts: Counter[str] = Counter()
+    for _, output in ended[: len(tests)]:
+        counts.update({word: int(n) for n, word in re.findall(r"(\d+) (passed|failed|error|skipped)", output)})
+    statuses = [status for status, _ in ended]
+    bad = [name for name, status in zip(BENCHMARKS, statuses[len(tests) :], strict=True) if status]
+    counted = ", ".join(f"{n} {word}" for word, n in counts.items()) or "no tests ran"
     failed = f"; failed: {', '.join(bad)}" if bad else ""
     print(
         f"test-gpu: CUDA tests: {counted}; benchmarks: {len(BENCHMARKS) - len(bad)} of {len(BENCHMARKS)} ran{failed}; "
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {time.monotonic() - began:.0f} s"
     )
-    raise SystemExit(1 if status or bad else 0)
+    raise SystemExit(any(statuses))
 
 
 if __name__ == "__main__":
