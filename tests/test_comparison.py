@@ -483,6 +483,23 @@ def test_results_of_one_protocol_do_not_replace_those_of_another(command, tmp_pa
     methods_page.write(Comparison("b/mine.yaml"))
 
 
+def test_a_method_that_is_added_or_changed_leaves_the_results_of_the_others(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("deephoyer.lab.sweep.run_queue", lambda *_, **__: None)
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(MINIATURE)
+    kept = methods_page.write(Told("mine.yaml", lambda job: 0.8))
+    outcomes = len(methods_page._content(kept)["outcomes"])
+    added = "  one cut: {vary: finetune.lr=VALUE, values: [0.001, 0.003], way: cut}\n"
+    mine.write_text(MINIATURE.replace("rho: VALUE", "keep: 0.1, rho: VALUE") + added)
+    code, said, error = command("compare", "mine.yaml", "--write")
+    assert code == 0 and f"{outcomes * 3 // 4} results are in results/methods already" in said, error
+    assert {o["method"] for o in methods_page._content(kept)["outcomes"]} == {"l1", "SNIP", "random"}
+    mine.write_text(MINIATURE)
+    code, _, error = command("compare", "mine.yaml", "--write")
+    assert code == 2 and "the results of another protocol" in error, "those of a method that is not there any more stay"
+
+
 def test_results_of_another_protocol_are_not_shown(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     found = Told("lenet-300-100", lambda job: 0.8, only=["l1", "random"])
@@ -500,7 +517,7 @@ def test_the_page_of_methods_is_made_from_what_is_kept():
 
 def test_a_comparison_without_results_is_one_sentence(tmp_path):
     text = methods_page._planned("lenet-5", comparison_protocol.read("lenet-5"))
-    assert "iterative magnitude; ADMM" in text and "at 1.63, 0.81 and 0.5 % of the weights" in text
+    assert "iterative magnitude; gradual magnitude; ADMM" in text and "at 1.63, 0.81 and 0.5 % of the weights" in text
     assert "10 epochs of regularize, 6 epochs of finetune and `finetune.lr=4e-3`" in text
     assert "| method |" not in methods_page.page(tmp_path / "methods")
 

@@ -30,6 +30,8 @@ TINY = [
 ]
 OVERRIDES = {
     "iterative-magnitude": ["method={name: iterative-magnitude, steps: 3}"],
+    "gradual-magnitude": ["method={name: gradual-magnitude, every: 2, until: 0.8}"],
+    "rigl": ["method={name: rigl, every: 2}"],
     "admm": ["method={name: admm, every: 1}"],
     "surgery": ["method={name: surgery, c: 0.5, gamma: 0.1}"],
     "l0": ["method={name: l0, strength: 1.0}"],
@@ -63,8 +65,8 @@ def tiny(name, *more):
 
 @pytest.mark.parametrize("name", list(METHODS))
 def test_every_method_is_one_override_and_a_run_with_it_resumes_bit_for_bit(tmp_path, name):
-    stage = "pretrain" if name == "snip" else "regularize"
-    more = ["pretrain.epochs=3"] if name == "snip" else []
+    first = name in ("snip", "rigl")  # which prune before the network is trained
+    stage, more = ("pretrain", ["pretrain.epochs=4"]) if first else ("regularize", [])
     whole = Run(tiny(name, *more), tmp_path / "whole").execute()
     cut_after(Run(tiny(name, *more), tmp_path / "cut"), stage, 2)
     again = Run(tiny(name, *more), tmp_path / "cut").execute()

@@ -21,8 +21,10 @@ from deephoyer.lab.methods.bayesian_compression import (
     inverse_gamma_divergence,
     normal_divergence,
 )
+from deephoyer.lab.methods.gradual import GradualMagnitude, density_at
 from deephoyer.lab.methods.iterative import IterativeMagnitude, cuts_by
 from deephoyer.lab.methods.l0 import GAMMA, ZETA, HardConcrete, chance, gate, settled
+from deephoyer.lab.methods.rigl import RigL, densities, moved
 from deephoyer.lab.methods.slimming import NetworkSlimming
 from deephoyer.lab.methods.snip import SnipBeforeTraining
 from deephoyer.lab.methods.surgery import NetworkSurgery, surgery
@@ -420,10 +422,84 @@ def test_one_cut_at_random_is_another_for_another_seed():
     assert same == [True, True, False]
 
 
+# RigL and gradual magnitude pruning: the places change within an epoch
+
+
+def test_gradual_pruning_follows_its_cubic_down_to_the_target_and_prunes_the_smallest():
+    model = net()
+    stage, held = stage_of(model, keep=0.2, epochs=2, steps=10)
+    method = GradualMagnitude(until=0.5, every=4)
+    method.begin(stage)
+    shares, before = [], torch.cat([p.detach().abs().flatten() for p in model.parameters() if p.dim() > 1])
+    for _ in range(20):
+        method.after_step()
+        shares.append(len(held))
+    assert [i + 1 for i, (a, b) in enumerate(zip([0, *shares], shares, strict=False)) if b > a] == [4, 8, 10]
+    end = 1.05 * 0.2
+    assert [m.density for m in held] == pytest.approx(
+        [end + (1 - end) * (1 - done) ** 3 for done in (0.4, 0.8, 1.0)], abs=0.01
+    )
+    kept = torch.cat([held[-1][name].flatten() for name in held[-1]])
+    assert before[kept].min() > before[~kept].max()
+    assert density_at(1, end) == pytest.approx(end)
+
+
+def test_rigl_moves_the_smallest_weights_to_the_largest_gradients_and_no_others():
+    model = net()
+    stage, held = stage_of(model, name="pretrain", keep=0.4, epochs=8, steps=5)
+    method = RigL(move=0.5, every=3)
+    method.begin(stage)
+    first = held[0]
+    assert first.density == pytest.approx(1.05 * 0.4, abs=0.03)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss(model, (X, Y)).backward()
+        method.after_backward()
+        optimizer.step()
+        first.apply(model) if len(held) == 1 else None
+        weights = {name: dict(model.named_parameters())[name].detach().clone() for name in first}
+        method.after_step()
+    assert len(held) == 2
+    part = 0.25 * (1 + math.cos(math.pi * 3 / 30))  # three of the six epochs' steps in which weights move
+    for name, mask in held[1].items():
+        gradient = dict(model.named_parameters())[name].grad.abs()
+        count = int(first[name].sum())
+        moving = min(round(part * count), count - 1)
+        stay = weights[name].abs().masked_fill(~first[name], -1).flatten().argsort(descending=True)[: count - moving]
+        expected = torch.zeros(mask.numel(), dtype=torch.bool)
+        expected[stay] = True
+        grown = gradient.flatten().masked_fill(expected, -1).argsort(descending=True)[:moving]
+        expected[grown] = True
+        assert torch.equal(mask.flatten(), expected)
+        new = mask & ~first[name]
+        assert not dict(model.named_parameters())[name][new].any(), "a new weight begins at zero"
+
+
+@given(st.integers(2, 40), st.floats(0, 1), st.integers(0, 2**31))
+def test_a_move_keeps_the_number_of_weights(count, part, seed):
+    draws = torch.Generator().manual_seed(seed)
+    worth, growth = (torch.rand(count, generator=draws) for _ in range(2))
+    worth = worth.where(torch.rand(count, generator=draws) < 0.5, torch.zeros(()))
+    assert moved(worth, growth, part).sum() == (worth > 0).sum()
+
+
+@given(st.floats(0.01, 1))
+def test_densities_of_layers_make_the_share_of_all_weights_and_small_layers_are_denser(total):
+    units = stage_of(nn.Sequential(nn.Linear(300, 100), nn.Linear(100, 10)))[0].units()
+    large, small = densities(units, total)
+    assert (30_000 * large + 1_000 * small) / 31_000 == pytest.approx(total)
+    assert 0 < large <= small <= 1
+    if small < 1:
+        assert small / large == pytest.approx((110 / 1_000) / (400 / 30_000))
+
+
 # All of them
 
 SETTINGS = {
     "iterative-magnitude": {"steps": 2},
+    "gradual-magnitude": {"every": 2},
+    "rigl": {"every": 2},
     "admm": {"every": 1},
     "surgery": {"c": 0.5, "gamma": 0.1},
     "sparse-vd": {"warmup": 1},
@@ -465,6 +541,8 @@ def test_a_method_that_must_know_the_size_says_so():
         ("admm", {"rho": 0}),
         ("admm", {"keep": 2.0}),
         ("iterative-magnitude", {"steps": 0}),
+        ("gradual-magnitude", {"until": 1.5}),
+        ("rigl", {"move": 2}),
         ("l0", {"closed": 1.0}),
         ("sparse-vd", {"warmup": -1}),
         ("surgery", {"c": -1.0}),

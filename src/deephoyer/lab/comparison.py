@@ -31,7 +31,7 @@ from deephoyer.lab.runs.folder import FAILED
 from deephoyer.lab.schema import Recipe
 from deephoyer.lab.search import MEASURES
 
-FORMAT = "deephoyer-comparison-2"
+FORMAT = "deephoyer-comparison-3"
 TOLERANCE = 0.01
 """The largest relative deviation from the target size."""
 DECADE = 10.0
@@ -377,6 +377,7 @@ class Comparison(Queue):
             "format": FORMAT,
             "name": self.name,
             "protocol": self.protocol.digest(),
+            "methods": {method: entry.digest() for method, entry in self.methods.items()},
             **self._settings(),
             "chosen": chosen,
             "outcomes": outcomes,

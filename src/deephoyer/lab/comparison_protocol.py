@@ -51,6 +51,10 @@ class Entry(BaseModel):
         """Whether the searched setting is the strength of a penalty."""
         return self.vary == "regularize.strength=VALUE"
 
+    def digest(self) -> str:
+        """The identity of its runs: a longer grid leaves those that there are."""
+        return _digest(self, exclude={"values", "least", "most"})
+
     def word(self, value: float) -> str:
         return self.vary.replace("VALUE", f"{value:g}")
 
@@ -107,9 +111,8 @@ class Protocol(BaseModel):
         return range(self.choose, self.choose + self.final)
 
     def digest(self) -> str:
-        """The protocol's identity, without its description and keys at their defaults."""
-        content = self.model_dump(mode="json", exclude={"about"}, exclude_defaults=True)
-        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+        """The identity of what all methods have in common."""
+        return _digest(self, exclude={"about", "methods"})
 
     def chooses_at(self, size: float) -> bool:
         return self.choose_at == "each size" or size == self.middle
@@ -118,6 +121,12 @@ class Protocol(BaseModel):
     def middle(self) -> float:
         """The size that is compared first."""
         return self.sizes[len(self.sizes) // 2]
+
+
+def _digest(part: BaseModel, exclude: set[str]) -> str:
+    """That of its other keys, without those at their defaults."""
+    content = part.model_dump(mode="json", exclude=exclude, exclude_defaults=True)
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def names() -> list[str]:

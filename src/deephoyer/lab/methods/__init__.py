@@ -8,11 +8,13 @@ from __future__ import annotations
 from deephoyer.lab.methods.admm import ADMM
 from deephoyer.lab.methods.bayesian_compression import GroupHorseshoe, GroupNormalJeffreys
 from deephoyer.lab.methods.fpgm import FPGM
+from deephoyer.lab.methods.gradual import GradualMagnitude
 from deephoyer.lab.methods.iterative import IterativeMagnitude
 from deephoyer.lab.methods.l0 import HardConcrete
 from deephoyer.lab.methods.l1_filters import L1Filters
 from deephoyer.lab.methods.method import Method, Stage
 from deephoyer.lab.methods.random_pruning import RandomPruning
+from deephoyer.lab.methods.rigl import RigL
 from deephoyer.lab.methods.slimming import NetworkSlimming
 from deephoyer.lab.methods.snip import SnipBeforeTraining
 from deephoyer.lab.methods.soft_filters import SoftFilterPruning
@@ -22,7 +24,9 @@ from deephoyer.registry import Registry
 
 METHODS: Registry[Method] = Registry("method", "methods")
 METHODS.add("iterative-magnitude", IterativeMagnitude)
+METHODS.add("gradual-magnitude", GradualMagnitude)
 METHODS.add("snip", SnipBeforeTraining)
+METHODS.add("rigl", RigL)
 METHODS.add("admm", ADMM)
 METHODS.add("surgery", NetworkSurgery)
 METHODS.add("l0", HardConcrete)

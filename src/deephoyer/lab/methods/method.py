@@ -21,6 +21,9 @@ from deephoyer.masks import Masks
 from deephoyer.scores import Score
 from deephoyer.weights import find_weights
 
+SPARE = 1.05
+"""Methods that choose the places of weights by themselves keep a few more than the target: idle ones go in the end."""
+
 
 def _not_here(*_: Any) -> Any:
     raise UserError("a method that prunes while it trains needs a run with a prune stage.")
@@ -170,6 +173,16 @@ def multiplied(units: Sequence[Unit], gates: Sequence[Tensor]) -> dict[str, Tens
         for name, tensor, factor in zip(unit.names, unit.tensors, factors(unit, z), strict=True):
             made[name] = made.get(name, tensor) * factor.to(tensor)
     return made
+
+
+def kept(units: Sequence[Unit], keep: Sequence[Tensor], model: nn.Module) -> Masks:
+    """The masks that leave the groups to keep, applied to the model."""
+    masks: dict[str, Tensor] = {}
+    for unit, groups in zip(units, keep, strict=True):
+        for name, tensor, gone in zip(unit.names, unit.tensors, unit.spread((~groups).float()), strict=True):
+            stays = (gone == 0).expand(tensor.shape)
+            masks[name] = masks[name] & stays if name in masks else stays
+    return Masks(masks, model).apply()
 
 
 @torch.no_grad()

@@ -51,15 +51,17 @@ def write(found: Comparison) -> Path:
 def refuse_another(found: Comparison) -> None:
     """Tells it where the results file of this comparison's name belongs to another protocol."""
     path = RESULTS / f"{found.name}.json"
-    content, mine = _content(path), found.protocol.digest()
-    if found.name in comparison_protocol.names() and comparison_protocol.read(found.name).digest() != mine:
+    content, mine = _content(path), found.protocol
+    if found.name in comparison_protocol.names() and _without_title(comparison_protocol.read(found.name)) != (
+        _without_title(mine)
+    ):
         raise UserError(
             f"compare: {path} is for the comparison {found.name!r} that comes with deephoyer, and {found.source} says "
             "something else: give your file another name."
         )
     if content is None:
         return
-    if content["protocol"] == mine:
+    if content["protocol"] == mine.digest() and set(content["methods"]) <= set(mine.methods):
         if not found.has_settings_of(content):
             kept = " ".join([*(f"{stage}.epochs={n}" for stage, n in content["epochs"].items()), *content["words"]])
             raise UserError(f"compare: {path} has the results of other settings ({kept}): rename or delete that file.")
@@ -70,10 +72,20 @@ def refuse_another(found: Comparison) -> None:
     )
 
 
+def _without_title(protocol: Protocol) -> Protocol:
+    return protocol.model_copy(update={"about": ""})
+
+
 def read(name: str, protocol: Protocol, results: Path = RESULTS) -> dict[str, Any] | None:
-    """The results of a comparison; None if it was not run, or if those of that name are of another protocol."""
+    """The results of a comparison; None if it was not run, or if those of that name are of another protocol.
+
+    Without those of methods that are run differently now, or no longer.
+    """
     content = _content(results / f"{name}.json")
-    return content if content is not None and content["protocol"] == protocol.digest() else None
+    if content is None or content["protocol"] != protocol.digest():
+        return None
+    same = {m for m, entry in protocol.methods.items() if content["methods"].get(m) == entry.digest()}
+    return content | {key: [line for line in content[key] if line["method"] in same] for key in TABLES}
 
 
 def _content(path: Path) -> dict[str, Any] | None:
