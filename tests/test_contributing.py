@@ -67,15 +67,18 @@ def test_the_score_that_asks_for_gradients_prunes_by_them():
     assert masks["weight"].any(1).tolist() == [False, True, True, True]
 
 
-def test_the_method_cuts_before_every_epoch_but_the_first_and_a_little_less_each_time():
-    seen = []
-    method = METHODS.make("gradual")
-    stage = Stage("regularize", nn.Linear(2, 2), ["elements"], epochs=4)
-    stage.cut, stage.hold = (lambda done, score: seen.append(done)), (lambda masks: None)
+def test_the_method_prunes_the_trained_weights_and_puts_back_those_of_the_start():
+    model, held = nn.Linear(2, 2, bias=False), []
+    start = model.weight.detach().clone()
+    stage = Stage("regularize", model, ["elements"])
+    stage.cut, stage.hold = (lambda done, score: dh.prune(model, dh.Density(0.5), score=score)), held.append
+    method = METHODS.make("rewinding")
     method.begin(stage)
-    for epoch in range(4):
-        method.before_epoch(epoch)
-    assert seen == [1 - 0.75**3, 1 - 0.5**3, 1 - 0.25**3]
+    nn.init.constant_(model.weight, 1.0)
+    with torch.no_grad():
+        model.weight[0] = 0.1
+    method.end()
+    assert torch.equal(model.weight, torch.stack([torch.zeros(2), start[1]])) and held[0].density == 0.5
 
 
 def test_the_data_set_has_images():

@@ -159,7 +159,7 @@ def test_the_score_and_the_method_that_contributing_shows_work_as_they_stand(tmp
     assert len(shown) == 3 and all(len(code.splitlines()) < 40 for code in shown)
     for code in shown:
         exec(code, {})
-    made = recipe.read("demo", [*TINY, "method=gradual", "prune.score=fisher"])
+    made = recipe.read("demo", [*TINY, "method=rewinding", "prune.score=fisher"])
     run = Run(made, tmp_path).execute()
     assert 0.1 < run.masks.density <= 0.4  # pixels that are always 0 are worth nothing
 
