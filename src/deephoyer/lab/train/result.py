@@ -54,7 +54,8 @@ def finish(run: Run) -> dict[str, Any]:
 def _measured(run: Run) -> dict[str, Any]:
     example = run.data.example(2)
     graph = _graph(run, example)
-    final, why_not = _tidied(run, example, graph)
+    predicted = run.predictions(run.model)
+    final, why_not = _tidied(run, example, graph, predicted)
     record: dict[str, Any] = {
         "format": FORMAT,
         "recipe": run.recipe.model_dump(mode="json"),
@@ -78,7 +79,7 @@ def _measured(run: Run) -> dict[str, Any]:
     file = run.recipe.result_file
     files = record["files"] = {file: save(final, run.folder / file, masks=_zeros(final, run.masks), provenance=origin)}
     try:
-        record |= _compacted(run, example, graph, origin, files)
+        record |= _compacted(run, example, graph, predicted, origin, files)
     except UserError as why:
         # The run's weights and counts are good all the same.
         record["not_compacted"] = str(why)
@@ -101,18 +102,28 @@ def _graph(run: Run, example: Tensor) -> Coupled | UserError:
         return why
 
 
-def _tidied(run: Run, example: Tensor, graph: Coupled | UserError) -> tuple[nn.Module, str | None]:
-    """The network without idle weights; or as it was trained, and why, where they can't be determined."""
+def _tidied(run: Run, example: Tensor, graph: Coupled | UserError, predicted: Tensor) -> tuple[nn.Module, str | None]:
+    """The network without idle weights; or as it was trained, and why, where they can't be determined.
+
+    `predicted` are the trained network's classes for the test images, which must stay the same.
+    """
     if isinstance(graph, UserError):
         return run.model, str(graph)
     try:
         tidied = tidy(run.model, example, groups=graph)
     except UserError as why:
         return run.model, str(why)
-    before, after = (run.predictions(m) for m in (run.model, tidied))
-    if not torch.equal(before, after):
-        return run.model, f"without them it {_differs(int((before != after).sum()), len(after))}."
+    if _same_tensors(run.model, tidied):
+        return run.model, None
+    differing = int((run.predictions(tidied) != predicted).sum())
+    if differing:
+        return run.model, f"without them it {_differs(differing, len(predicted))}."
     return tidied, None
+
+
+def _same_tensors(model: nn.Module, other: nn.Module) -> bool:
+    one, two = ({**dict(m.named_parameters()), **dict(m.named_buffers())} for m in (model, other))
+    return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
 
 
 def _zeros(model: nn.Module, masks: Masks | None) -> Masks | None:
@@ -124,20 +135,25 @@ def _zeros(model: nn.Module, masks: Masks | None) -> Masks | None:
 
 
 def _compacted(
-    run: Run, example: Tensor, graph: Coupled | UserError, origin: dict[str, Any], files: dict[str, int]
+    run: Run,
+    example: Tensor,
+    graph: Coupled | UserError,
+    predicted: Tensor,
+    origin: dict[str, Any],
+    files: dict[str, int],
 ) -> dict[str, Any]:
-    """The smaller network: saved, measured against the dense one, and its predictions compared image by image."""
+    """The smaller network: saved, measured against the dense one, and compared image by image with what the trained
+    one `predicted`."""
     if isinstance(graph, UserError):
         raise graph
     small = compact(run.model, example, groups=graph, joints=run.recipe.joints)
     files[COMPACT] = save(small, run.folder / COMPACT, provenance=origin)
     dense = run.fresh_model()
-    before, after = (run.predictions(m) for m in (run.model, small))
     timed = not is_untimed()
     record = {
         "compact": summary(small, example, baseline=dense, batch_sizes=BATCHES, latency=timed).to_json(),
-        "changed_predictions": int((before != after).sum()),
-        "test_images": len(after),
+        "changed_predictions": int((run.predictions(small) != predicted).sum()),
+        "test_images": len(predicted),
         "compact_report": asdict(compact_report(small)),
     }
     if timed:
