@@ -1,5 +1,6 @@
 """Runs: real training of a small network on a few real images, cut off, resumed, damaged, refused."""
 
+import copy
 import dataclasses
 import json
 import os
@@ -67,6 +68,32 @@ def weights(run):
 
 def same(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def test_idle_weights_stay_in_a_result_whose_predictions_would_change_without_them(copied, monkeypatch):
+    def emptied(model, *_, **__):
+        other = copy.deepcopy(model)
+        torch.nn.init.zeros_(other.fc3.weight)
+        return other
+
+    monkeypatch.setattr("deephoyer.lab.train.result.tidy", emptied)
+    run = Run(small(), copied).execute()
+    assert "differs on" in finish(run)["not_tidied"]
+    assert dh.load(copied / "finetuned.safetensors", model=run.fresh_model()).fc3.weight.any()
+
+
+def test_the_test_images_are_evaluated_once_for_each_network_that_differs(copied, monkeypatch):
+    evaluated = []
+
+    def predictions(run, model):
+        evaluated.append(model)
+        return torch.zeros(5)
+
+    monkeypatch.setattr(Run, "predictions", predictions)
+    monkeypatch.setattr("deephoyer.lab.train.result.tidy", lambda model, *_, **__: copy.deepcopy(model))
+    run = Run(small(), copied).execute()
+    finish(run)
+    assert len(evaluated) == 2 and evaluated[0] is run.model  # and the compacted one
 
 
 def test_a_run_loses_most_weights_and_little_accuracy(tmp_path):
