@@ -60,7 +60,7 @@ def asked_sizes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> lis
         return []
     first = func in SPLITS or len(rest) == 1 or func in (torch.full, Tensor.new_full)
     given = named[0] if named else rest[0] if first else rest
-    sizes = [given] if isinstance(given, NUMBERS) else list(given) if isinstance(given, list | tuple) else []
+    sizes = [given] if isinstance(given, NUMBERS) else list(given) if isinstance(given, (list, tuple)) else []
     sizes = [int(s) if isinstance(s, Tensor) and s.dim() == 0 and not s.is_floating_point() else s for s in sizes]
     return sizes if all(isinstance(size, NUMBERS) for size in sizes) else []
 
@@ -83,12 +83,23 @@ def slices_of(x: Tensor, index: Any) -> list[tuple[int, int, int]]:
             if any(isinstance(n, torch.SymInt) for n in (size, i.start, i.stop)):
                 start, stop = i.start or 0, size if i.stop is None else i.stop  # which no record is about
             else:
-                start, stop, _ = i.indices(size)
                 # What the code gave, where it gave it: it may be an attribute.
-                start = i.start if isinstance(i.start, int) and i.start >= 0 else start
-                stop = i.stop if isinstance(i.stop, int) and 0 <= i.stop <= size else stop
+                start = i.start if isinstance(i.start, int) and i.start >= 0 else _bound(i.start, size, 0)
+                stop = i.stop if isinstance(i.stop, int) and 0 <= i.stop <= size else _bound(i.stop, size, size)
             found.append((dim, start, stop))
     return found
+
+
+def _bound(given: Any, size: int, default: int) -> int:
+    """Where a slice begins or ends; not by `slice.indices`, nor with `int | Tensor`, which torch 2.9 can't compile.
+
+    >>> [_bound(given, 8, 0) for given in (None, 3, -2, -9, 99)]
+    [0, 3, 6, 0, 8]
+    """
+    if given is None:
+        return default
+    place = int(given)
+    return min(max(place + size if place < 0 else place, 0), size)
 
 
 def written_bounds(x: Tensor, index: Any) -> list[int | None]:
@@ -99,7 +110,7 @@ def written_bounds(x: Tensor, index: Any) -> list[int | None]:
     """
     cuts = [i for i in (index if isinstance(index, tuple) else (index,)) if i is not Ellipsis]
     bounds = [n for i in cuts if i.start is not None or i.stop is not None for n in (i.start, i.stop)]
-    return [int(n) if isinstance(n, int | Tensor) else None for n in bounds]
+    return [int(n) if isinstance(n, (int, Tensor)) else None for n in bounds]
 
 
 def split_dim(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
