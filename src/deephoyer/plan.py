@@ -501,7 +501,7 @@ class Plan:
 
 def _silence_hooks(regularizer: Regularizer, held: list[Hold], watch: list[Any]) -> None:
     """What a plan leaves on optimizers when nobody has it any more."""
-    for handle in (*regularizer.handles, *(hold.handle for hold in held), *watch):
+    for handle in (*regularizer.handles, *(handle for hold in held for handle in hold.handles), *watch):
         silence(handle)
 
 

@@ -17,7 +17,7 @@ from deephoyer import strength as strengths
 from deephoyer.errors import UserError, first_line, not_negative, one_of, shown, unknown
 from deephoyer.groups import Kinds, Unit, groupings, weights_for
 from deephoyer.kernels import Backend, choose
-from deephoyer.optimizers import Replaced, bare, within_a_step
+from deephoyer.optimizers import Replaced, bare, held_by, nested, within_a_step
 from deephoyer.penalties import PENALTIES, HoyerSquare, Penalty, hoyer_measure, trimming_threshold
 from deephoyer.sharded import reshard
 from deephoyer.terms import Scale, Term
@@ -149,7 +149,7 @@ class Regularizer:
         """
         if self.handles:
             raise UserError("this regularizer is attached already; call detach() first.")
-        optimizers = tuple(dict.fromkeys(bare(optimizer) for optimizer in optimizers))
+        optimizers = tuple(dict.fromkeys(nested(bare(optimizer))[-1] for optimizer in optimizers))
         if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
             raise UserError(
                 "attach: LBFGS weighs losses against each other, so the penalty must be in the loss: "
@@ -173,7 +173,7 @@ class Regularizer:
 
     def _share_out(self, optimizers: tuple[torch.optim.Optimizer, ...]) -> list[list[Backend]]:
         """For each optimizer what adds the gradients of its parameters: terms that are its own, and parts of others."""
-        owned = [{id(p) for group in o.param_groups for p in group["params"]} for o in optimizers]
+        owned = [held_by(optimizer) for optimizer in optimizers]
         own: list[list[Term]] = [[] for _ in optimizers]
         parts: list[list[Term]] = [[] for _ in optimizers]
         holder = {tensor: i for i, ids in reversed(list(enumerate(owned))) for tensor in ids}
