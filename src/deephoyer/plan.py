@@ -273,7 +273,7 @@ class Plan:
             now = self.regularizer.effective_density().item()
             self._enough = now + PART_OF_THE_WAY * (kept * self._density_whole - now)
         if not self._watch and (self.pull or self._given):
-            look = _weakly(self._look)
+            look = torch.compiler.disable(_weakly(self._look))  # in a compiled step, too
             self._watch += [optimizer.register_step_post_hook(look) for optimizer in self._stepping]
         self._attach()
 
