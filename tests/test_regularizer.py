@@ -365,6 +365,27 @@ def test_an_optimizer_without_its_parents_init_gets_the_penalty_and_holds_zeros(
     assert_close(after, model[0].weight)
 
 
+def test_a_loss_within_torch_func_which_would_have_no_gradient_is_refused_and_add_grad_works_there():
+    model = net()
+    reg = dh.Regularizer(model, strength=0.1)
+    (x, y), *_ = batches(1)
+    parameters = dict(model.named_parameters())
+
+    def loss(parameters):
+        return cross_entropy(torch.func.functional_call(model, parameters, (x,)), y)
+
+    with pytest.raises(dh.UserError, match=r"call reg\.add_grad_\(\)"):
+        torch.func.grad(lambda p: loss(p) + reg.loss())(parameters)
+    for name, g in torch.func.grad(loss)(parameters).items():
+        parameters[name].grad = g
+    reg.add_grad_()
+    found = {name: p.grad for name, p in parameters.items()}
+    model.zero_grad()
+    (cross_entropy(model(x), y) + reg.loss()).backward()
+    for name, p in parameters.items():
+        assert_close(found[name], p.grad)
+
+
 def test_a_step_that_calls_its_closure_twice_counts_once():
     model = net()
     optimizer = _AsksTwice(model.parameters(), lr=0.1)

@@ -84,7 +84,15 @@ class Regularizer:
     # The penalty and its gradient
 
     def loss(self) -> Tensor:
-        """The penalty, to be added to the training loss; call `step()` yourself if the strength is scheduled."""
+        """The penalty, to be added to the training loss; call `step()` yourself if the strength is scheduled.
+
+        It is that of the model's own parameters, whatever `torch.func.functional_call` is given in their place.
+        """
+        if not torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level() is not None:
+            raise UserError(
+                "reg.loss() within torch.func has no gradient, as it knows only the model's own parameters: put the "
+                "gradients that torch.func.grad gives into their .grad, then call reg.add_grad_()."
+            )
         total = torch.stack([term.value().to(self.terms[0].scale) for term in self.terms]).sum()
         if self.handles and total.requires_grad:
             total.register_hook(self._tell_twice)
