@@ -66,6 +66,16 @@ def held_by(optimizer: torch.optim.Optimizer) -> set[int]:
     return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
+def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The closure that a step is called with, as hooks before it see the call; None where there is none."""
+    return args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
+
+
+def with_closure(args: tuple[Any, ...], kwargs: dict[str, Any], closure: Any) -> Any:
+    """The same call with another closure, for a hook to return."""
+    return ((args[0], closure), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": closure})
+
+
 def within_a_step(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its `step` is called by its own `step`, where torch calls the hooks again.
 

@@ -17,7 +17,7 @@ from deephoyer import strength as strengths
 from deephoyer.errors import UserError, first_line, not_negative, one_of, shown, unknown
 from deephoyer.groups import Kinds, Unit, groupings, weights_for
 from deephoyer.kernels import Backend, choose
-from deephoyer.optimizers import Replaced, bare, held_by, nested, within_a_step
+from deephoyer.optimizers import Replaced, bare, closure_of, held_by, nested, with_closure, within_a_step
 from deephoyer.penalties import PENALTIES, HoyerSquare, Penalty, hoyer_measure, trimming_threshold
 from deephoyer.sharded import reshard
 from deephoyer.terms import Scale, Term
@@ -233,7 +233,7 @@ class Regularizer:
             if within_a_step(optimizer):
                 return None
             advances = last  # at one of a step's closures, if several are called
-            closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
+            closure = closure_of(args, kwargs)
 
             def with_penalty() -> Any:
                 """Lightning steps with a closure that computes the gradients: the penalty's come right after."""
@@ -247,7 +247,7 @@ class Regularizer:
 
             if closure is None:
                 return with_penalty()
-            return ((args[0], with_penalty), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": with_penalty})
+            return with_closure(args, kwargs, with_penalty)
 
         return before_step
 
