@@ -80,7 +80,7 @@ def lightning_module():
     return Module()
 
 
-def lightning_fit(folder, callback, epochs=EPOCHS, resume=None, **settings):
+def lightning_fit(folder, callback, epochs=EPOCHS, resume=None, others=(), **settings):
     from lightning.pytorch import Trainer
     from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
@@ -95,7 +95,7 @@ def lightning_fit(folder, callback, epochs=EPOCHS, resume=None, **settings):
     module = lightning_module()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer = Trainer(callbacks=[callback, saves, Kill()], num_sanity_val_steps=1, **quiet, **settings)
+        trainer = Trainer(callbacks=[*others, callback, saves, Kill()], num_sanity_val_steps=1, **quiet, **settings)
         train, val = (
             DataLoader(TensorDataset(*images()), batch_size=8),
             DataLoader(TensorDataset(*images()), batch_size=48),
@@ -233,6 +233,12 @@ def test_lightning_is_told_what_is_missing(tmp_path):
             lightning_fit(tmp_path, callback, max_epochs=2)
     with pytest.raises(dh.UserError, match="give the trainer max_epochs or max_steps"):
         lightning_fit(tmp_path, PlanCallback(TARGET, X), max_epochs=-1)
+    from lightning.pytorch.callbacks import WeightAveraging
+
+    with pytest.raises(dh.UserError, match="Average validates and keeps averages of weights"):
+        lightning_fit(
+            tmp_path, PlanCallback(TARGET, X), others=[type("Average", (WeightAveraging,), {})()], max_epochs=2
+        )
     with pytest.raises(dh.UserError, match="a score of every epoch"):
         drop = PlanCallback(Target(macs=0.3, drop=0.01), X, monitor="val_acc")
         lightning_fit(tmp_path, drop, max_epochs=2, check_val_every_n_epoch=2)

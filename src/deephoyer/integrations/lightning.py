@@ -74,6 +74,12 @@ class PlanCallback(Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if self.target.drop is not None and self.monitor is None:
             raise UserError("PlanCallback: a drop is of a score; say which with monitor=.")
+        for callback in map(type, trainer.callbacks):
+            if "WeightAveraging" in {cls.__name__ for cls in callback.mro()}:
+                raise UserError(
+                    f"PlanCallback: {callback.__name__} validates and keeps averages of weights, in which those that "
+                    "are pruned are not zero; leave it out."
+                )
         epochs, steps = trainer.max_epochs, trainer.max_steps
         if (epochs is None or epochs < 1) and steps < 1:
             raise UserError("PlanCallback: a plan has a length: give the trainer max_epochs or max_steps.")
