@@ -589,8 +589,16 @@ def test_what_the_loop_gets_wrong_is_told():
     plan.epoch(0.5)
     with pytest.raises(dh.UserError, match="are over"):
         plan.epoch(0.5)
-    with pytest.raises(dh.UserError, match="a plan of 1, not 3"):
-        Plan(model, X, adam(model), Target(macs=0.5), 3).load_state_dict(plan.state_dict())
+    others = [
+        ({"epochs": 3}, "a plan of 1 epochs, 3 rounds, 0.5 of the MACs, not of 3 epochs, 3 rounds, 0.5 of the MACs"),
+        ({"steps": 1}, "not of 1 steps"),
+        ({"epochs": 1, "rounds": 2}, "not of 1 epochs, 2 rounds"),
+        ({"epochs": 1, "target": Target(macs=0.4)}, "0.4 of the MACs"),
+    ]
+    for other, told in others:
+        with pytest.raises(dh.UserError, match=told):
+            Plan(model, X, adam(model), **{"target": Target(macs=0.5), **other}).load_state_dict(plan.state_dict())
+    Plan(model, X, adam(model), Target(macs=0.5, drop=0.2), 1).load_state_dict(plan.state_dict())
     for state in ({"model": {}}, None, 3):
         with pytest.raises(dh.UserError, match="is not what a plan's state_dict"):
             plan.load_state_dict(state)

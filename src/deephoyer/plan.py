@@ -434,7 +434,7 @@ class Plan:
     def state_dict(self) -> dict[str, Any]:
         """The state to resume from, to be saved with those of the model and the optimizer: tensors and plain data."""
         return {
-            "total": self.total,
+            "made": self._made(),
             "done": self.done,
             "level": self.level,
             "regularizer": self.regularizer.state_dict(),
@@ -450,13 +450,19 @@ class Plan:
             "stuck": list(self.cutter.stuck),
         }
 
+    def _made(self) -> str:
+        """What a plan that is resumed has to have in common with the one that was saved."""
+        return f"{self.total} {'steps' if self.by_steps else 'epochs'}, {self.rounds} rounds, {self.target.size()}"
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resumes from a `state_dict`; load the states of the model and the optimizer as well."""
         if not isinstance(state, Mapping) or (missing := [key for key in self.state_dict() if key not in state]):
             lacks = f": it has no {missing[0]!r}" if isinstance(state, Mapping) else ""
             raise UserError(f"plan: {shown(state)} is not what a plan's state_dict() gives{lacks}.")
-        if state["total"] != self.total:
-            raise UserError(f"plan: this state is of a plan of {state['total']}, not {self.total}; make it the same.")
+        if state["made"] != self._made():
+            raise UserError(
+                f"plan: this state is of a plan of {state['made']}, not of {self._made()}; make it the same."
+            )
         self._release()
         self._stopped = False
         self.done, self.level = int(state["done"]), int(state["level"])
