@@ -640,6 +640,17 @@ def test_the_penalty_finds_its_strength_where_each_weight_is_stepped_within_back
     assert any(line["strength"] for line in plan.history) and not plan.report.notes
 
 
+def test_an_optimizer_of_something_else_may_stand_still():
+    model, critic = network(), nn.Linear(4, 1)
+    optimizer = adam(model)
+    plan = Plan(model, X, [optimizer, adam(critic)], Target(macs=0.4), EPOCHS)
+    for epoch in range(EPOCHS):
+        train(model, optimizer, epoch, count=12)
+        plan.epoch()
+    plan.finish()
+    assert any(line["strength"] for line in plan.history) and not plan.report.notes
+
+
 def test_a_plan_whose_penalty_had_too_few_steps_says_so():
     model = network()
     optimizer = adam(model)

@@ -100,7 +100,6 @@ class Plan:
         self.by_steps = steps is not None
         self.model, self.target = unwrap(model), target
         self.optimizers = [bare(o) for o in (optimizer if isinstance(optimizer, list | tuple) else [optimizer])]
-        self._stepping = [nested(o)[-1] for o in self.optimizers]
         self.stages, self.rounds = stages or Stages(), positive_whole(rounds, "plan: rounds")
         with torch.random.fork_rng(devices=[]):  # making a plan leaves the user's random numbers alone
             self.cutter = Cutter(model, example_inputs, target, groups, batches=batches, **choosing)
@@ -134,10 +133,11 @@ class Plan:
         self._attached = False
         self._stopped = False
         self._stepped = False  # whether an optimizer of the plan was seen to make a step
+        self._stepping: list[torch.optim.Optimizer] = []  # those watched
         self._gradients: dict[int, Tensor] = {}  # the norm of each weight's gradient, when it was used last
         weakref.finalize(self, _silence_hooks, self.regularizer, self._held, self._watch).atexit = False
         if self.pull or self._given:  # what no optimizer holds is told now, not in the middle of training
-            self.regularizer.attach(*self.optimizers).detach()
+            self.regularizer.attach(*self._trainers()).detach()
         self._follow()
 
     # Where it stands
@@ -263,6 +263,10 @@ class Plan:
 
     # Regularizing
 
+    def _trainers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers that hold weights of the model: one of a GAN's critic may step at any time, or never."""
+        return [o for o in self.optimizers if _holds_some(o, self.model)] or self.optimizers
+
     def _follow(self) -> None:
         """Attaches and detaches what the stage needs."""
         if self.stage != "regularize" or self._resting:
@@ -274,12 +278,13 @@ class Plan:
             self._enough = now + PART_OF_THE_WAY * (kept * self._density_whole - now)
         if not self._watch and (self.pull or self._given):
             look = torch.compiler.disable(_weakly(self._look))  # in a compiled step, too
+            self._stepping = [nested(optimizer)[-1] for optimizer in self._trainers()]
             self._watch += [optimizer.register_step_post_hook(look) for optimizer in self._stepping]
         self._attach()
 
     def _attach(self) -> None:
         if not self._attached and (self._given or self._calibrated()):
-            self.regularizer.attach(*self.optimizers)
+            self.regularizer.attach(*self._trainers())
             self._attached = True
 
     def _detach(self) -> None:

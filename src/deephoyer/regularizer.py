@@ -152,8 +152,9 @@ class Regularizer:
         """Adds the gradient before every step of the optimizers, which together must hold all parameters.
 
         A group whose weights are shared out among them (matrices to Muon, biases to AdamW) is pulled before the step of
-        each, as it is then. With AMP's GradScaler the gradient is added after unscaling; a fused optimizer that
-        unscales by itself gets it scaled likewise. Clipping comes before the step, so it does not touch the penalty.
+        each, as it is then. Of SAM and Lookahead the optimizer inside is attached to. With AMP's GradScaler the
+        gradient is added after unscaling; a fused optimizer that unscales by itself gets it scaled likewise. Clipping
+        comes before the step, so it does not touch the penalty.
         """
         if self.handles:
             raise UserError("this regularizer is attached already; call detach() first.")
