@@ -80,7 +80,7 @@ def lightning_module():
     return Module()
 
 
-def lightning_fit(folder, callback, epochs=EPOCHS, resume=None, **settings):
+def lightning_fit(folder, callback, epochs=EPOCHS, resume=None, others=(), **settings):
     from lightning.pytorch import Trainer
     from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
@@ -95,7 +95,7 @@ def lightning_fit(folder, callback, epochs=EPOCHS, resume=None, **settings):
     module = lightning_module()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer = Trainer(callbacks=[callback, saves, Kill()], num_sanity_val_steps=1, **quiet, **settings)
+        trainer = Trainer(callbacks=[*others, callback, saves, Kill()], num_sanity_val_steps=1, **quiet, **settings)
         train, val = (
             DataLoader(TensorDataset(*images()), batch_size=8),
             DataLoader(TensorDataset(*images()), batch_size=48),
@@ -132,6 +132,41 @@ def test_lightning_by_steps_ends_at_the_target(tmp_path):
 
     done = lightning_fit(tmp_path, PlanCallback(TARGET, X, network="net"), max_epochs=-1, max_steps=30)
     assert done.plan.by_steps and done.report.reached == pytest.approx(0.3, rel=0.02)
+
+
+def test_lightning_gives_each_score_once_to_the_epoch_or_step_that_was_validated(tmp_path):
+    pytest.importorskip("lightning.pytorch")
+    from deephoyer.integrations.lightning import PlanCallback
+
+    make = lambda target: PlanCallback(target, X, monitor="val_acc", **SETTINGS)  # noqa: E731
+    seldom = lightning_fit(tmp_path, make(TARGET), max_epochs=EPOCHS, check_val_every_n_epoch=2)
+    assert [line["epoch"] for line in seldom.report.history if "score" in line] == [2, 4]
+    assert seldom.report.reached == pytest.approx(0.3, rel=0.02) and seldom.report.epoch == 4
+    target = Target(macs=0.3, drop=1.0)
+    steps = lightning_fit(tmp_path, make(target), max_epochs=-1, max_steps=30, val_check_interval=0.5)
+    assert [line["step"] for line in steps.report.history if "score" in line] == list(range(3, 31, 3))
+    assert steps.report.reached == pytest.approx(0.3, rel=0.02) and steps.report.score is not None
+
+
+def test_a_lightning_plan_by_steps_with_scores_that_is_killed_ends_bit_for_bit_the_same(tmp_path):
+    pytest.importorskip("lightning.pytorch")
+    from deephoyer.integrations.lightning import PlanCallback
+
+    make = lambda: PlanCallback(TARGET, X, monitor="val_acc", **SETTINGS)  # noqa: E731
+    length = {"max_epochs": -1, "max_steps": 30}
+    whole = lightning_fit(tmp_path / "whole", make(), **length)
+    lightning_fit(tmp_path / "cut", make(), epochs=2, **length)
+    resumed = lightning_fit(tmp_path / "cut", make(), resume=str(tmp_path / "cut" / "epoch=1.ckpt"), **length)
+    assert_same(resumed.small, whole.small)
+    assert resumed.report.history == whole.report.history
+
+
+def test_a_lightning_run_to_try_the_code_leaves_the_file_of_another_alone(tmp_path):
+    pytest.importorskip("lightning.pytorch")
+    from deephoyer.integrations.lightning import PlanCallback
+
+    tried = lightning_fit(tmp_path, PlanCallback(TARGET, X, **SETTINGS), fast_dev_run=True)
+    assert tried.small is not None and not (tmp_path / "small.safetensors").exists()
 
 
 def test_example_inputs_follow_the_precision_that_lightning_gives_the_network(tmp_path):
@@ -196,6 +231,17 @@ def test_lightning_is_told_what_is_missing(tmp_path):
     ]:
         with pytest.raises(dh.UserError, match=told):
             lightning_fit(tmp_path, callback, max_epochs=2)
+    with pytest.raises(dh.UserError, match="give the trainer max_epochs or max_steps"):
+        lightning_fit(tmp_path, PlanCallback(TARGET, X), max_epochs=-1)
+    from lightning.pytorch.callbacks import WeightAveraging
+
+    with pytest.raises(dh.UserError, match="Average validates and keeps averages of weights"):
+        lightning_fit(
+            tmp_path, PlanCallback(TARGET, X), others=[type("Average", (WeightAveraging,), {})()], max_epochs=2
+        )
+    with pytest.raises(dh.UserError, match="a score of every epoch"):
+        drop = PlanCallback(Target(macs=0.3, drop=0.01), X, monitor="val_acc")
+        lightning_fit(tmp_path, drop, max_epochs=2, check_val_every_n_epoch=2)
 
 
 # Hugging Face
@@ -286,6 +332,19 @@ def test_the_hugging_face_trainer_by_steps_ends_at_the_target(tmp_path):
     assert callback.small(x=X)["logits"].shape == (2, 3)
     loaded = dh.load(tmp_path / "small.safetensors", model=Classifier())
     assert torch.equal(loaded(x=X)["logits"], callback.small(x=X)["logits"])
+
+
+def test_epochs_that_the_hugging_face_trainer_does_not_evaluate_count_as_well(tmp_path):
+    pytest.importorskip("transformers")
+    from deephoyer.integrations.transformers import PlanCallback
+
+    callback = PlanCallback(TARGET, {"x": X}, monitor="accuracy", **SETTINGS)
+    trainer = trainer_of(tmp_path, callback, num_train_epochs=EPOCHS, eval_strategy="epoch", eval_delay=3)
+    trainer.train()
+    assert [(line["epoch"], "score" in line) for line in callback.report.history] == [
+        (1, False), (2, False), (3, True), (4, True), (5, True),
+    ]  # fmt: skip
+    assert not any("plan/score" in line for line in trainer.state.log_history), "it would be that of another epoch"
 
 
 def test_after_training_the_hugging_face_trainer_has_the_smaller_model_and_its_folder_too(tmp_path):

@@ -253,6 +253,52 @@ def test_parameters_that_an_optimizer_gets_later_are_held_too(how):
     assert pruned_are_zero(model, masks) and any(state["exp_avg"].any() for state in opt.state.values())
 
 
+def test_parameters_that_an_optimizer_gets_in_place_of_others_are_held_too():
+    model = net()
+    masks = dh.prune(model, dh.Density(0.3))
+    opt = torch.optim.SGD(model[4].parameters(), lr=0.1)
+    masks.hold(opt)
+    opt.param_groups[0]["params"] = list(model[6].parameters())
+    train(model, opt, last=2)
+    assert pruned_are_zero(model, masks)
+
+
+@pytest.mark.parametrize("search", [None, "strong_wolfe"])
+def test_lbfgs_goes_on_learning_with_pruned_weights_held(search):
+    """Its directions led along weights that were zero again after each step: the loss rose."""
+    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
+    draw = torch.Generator().manual_seed(0)
+    for p in model.parameters():
+        p.data.normal_(0, 0.5, generator=draw)
+    x, y = torch.randn(40, 6, generator=draw), torch.randint(0, 3, (40,), generator=draw)
+    opt = torch.optim.LBFGS(model.parameters(), lr=1.0 if search else 0.1, max_iter=5, line_search_fn=search)
+    masks = dh.prune(model, dh.Density(0.5))
+    held = masks.hold(opt)
+
+    def closure():
+        opt.zero_grad()
+        loss = cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+
+    losses = [opt.step(closure).item() for _ in range(12)]
+    assert losses == sorted(losses, reverse=True) and losses[-1] < 0.7 * losses[0]
+    assert pruned_are_zero(model, masks)
+    held.release()
+    opt.step(closure)
+    assert not pruned_are_zero(model, masks)
+
+
+def test_a_preconditioner_of_a_square_weight_is_no_state_to_be_held():
+    model = nn.Linear(4, 4)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    opt.state[model.weight]["inv_precond_0"] = torch.eye(4)
+    dh.prune(model, dh.Density(0.5)).hold(opt)
+    model(torch.ones(1, 4)).sum().backward()
+    opt.step()
+    assert torch.equal(opt.state[model.weight]["inv_precond_0"], torch.eye(4))
+
+
 def test_masks_fit_the_average_of_a_models_weights():
     model = net()
     masks = dh.prune(model, dh.Density(0.3))

@@ -72,7 +72,7 @@ def test_a_plan_to_a_share_of_the_time_says_what_was_measured(monkeypatch, tmp_p
     monkeypatch.setenv("DEEPHOYER_DATA", str(tmp_path))
     model = network()
     optimizer = adam(model)
-    plan = Plan(model, X, optimizer, target=Target(latency=0.7, batch=16), epochs=3, rounds=1)
+    plan = Plan(model, X, optimizer, target=Target(latency=0.7, batch=16), epochs=3, rounds=1, pull=0)
     for epoch in range(3):
         train(model, optimizer, epoch, count=2)
         plan.epoch()
@@ -89,7 +89,7 @@ def test_six_lines_take_a_resnet_20_to_its_target():
     example = torch.zeros(1, 3, 32, 32)
     whole = count(model, example)[1].macs_executed
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    plan = Plan(model, example, optimizer, target=Target(macs=0.4), epochs=6)
+    plan = Plan(model, example, optimizer, target=Target(macs=0.4), epochs=6, pull=0)
     for epoch in range(6):
         train(model, optimizer, epoch, count=2, size=(3, 32, 32), of=8)
         plan.epoch()
@@ -441,7 +441,7 @@ def test_what_a_module_keeps_beside_its_tensors_comes_back_with_the_best_epoch()
 def test_a_target_beyond_reach_names_the_layers_that_could_not_give_more():
     model = network()
     optimizer = adam(model)
-    plan = Plan(model, X, optimizer, Target(macs=0.05), 2, protect=["3", "7"], rounds=1)
+    plan = Plan(model, X, optimizer, Target(macs=0.05), 2, protect=["3", "7"], rounds=1, pull=0)
     for epoch in range(2):
         train(model, optimizer, epoch, count=1)
         plan.epoch()
@@ -580,14 +580,25 @@ def test_what_the_loop_gets_wrong_is_told():
     plan = Plan(model, X, adam(model), Target(macs=0.5, drop=0.1), 1, pull=0)
     with pytest.raises(dh.UserError, match="needs your validation score"):
         plan.epoch()
+    for baseline in ("0.9", float("nan")):
+        with pytest.raises(dh.UserError, match="plan: the baseline is"):
+            Plan(model, X, adam(model), Target(macs=0.5, drop=0.1), 1, baseline=baseline)
     for score in ({"accuracy": 0.5}, "good", torch.ones(2)):
         with pytest.raises(dh.UserError, match=r"the score is .* must be one number"):
             plan.epoch(score)
     plan.epoch(0.5)
     with pytest.raises(dh.UserError, match="are over"):
         plan.epoch(0.5)
-    with pytest.raises(dh.UserError, match="a plan of 1, not 3"):
-        Plan(model, X, adam(model), Target(macs=0.5), 3).load_state_dict(plan.state_dict())
+    others = [
+        ({"epochs": 3}, "a plan of 1 epochs, 3 rounds, 0.5 of the MACs, not of 3 epochs, 3 rounds, 0.5 of the MACs"),
+        ({"steps": 1}, "not of 1 steps"),
+        ({"epochs": 1, "rounds": 2}, "not of 1 epochs, 2 rounds"),
+        ({"epochs": 1, "target": Target(macs=0.4)}, "0.4 of the MACs"),
+    ]
+    for other, told in others:
+        with pytest.raises(dh.UserError, match=told):
+            Plan(model, X, adam(model), **{"target": Target(macs=0.5), **other}).load_state_dict(plan.state_dict())
+    Plan(model, X, adam(model), Target(macs=0.5, drop=0.2), 1).load_state_dict(plan.state_dict())
     for state in ({"model": {}}, None, 3):
         with pytest.raises(dh.UserError, match="is not what a plan's state_dict"):
             plan.load_state_dict(state)
@@ -608,6 +619,47 @@ def test_matrices_and_the_rest_may_have_an_optimizer_each():
         plan.epoch()
     assert macs_share(plan.finish(), model) == pytest.approx(0.4, rel=0.02)
     assert any(line["strength"] for line in plan.history)
+
+
+def test_the_penalty_finds_its_strength_where_each_weight_is_stepped_within_backward():
+    model = network()
+    optimizers = {p: torch.optim.Adam([p], lr=3e-3) for p in model.parameters()}
+
+    def step(p):
+        optimizers[p].step()
+        p.grad = None
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(step)
+    plan = Plan(model, X, list(optimizers.values()), Target(macs=0.4), EPOCHS)
+    for epoch in range(EPOCHS):
+        for x, y in batches(epoch, count=12):
+            F.cross_entropy(model(x), y).backward()
+        plan.epoch()
+    assert macs_share(plan.finish(), model) == pytest.approx(0.4, rel=0.02)
+    assert any(line["strength"] for line in plan.history) and not plan.report.notes
+
+
+def test_an_optimizer_of_something_else_may_stand_still():
+    model, critic = network(), nn.Linear(4, 1)
+    optimizer = adam(model)
+    plan = Plan(model, X, [optimizer, adam(critic)], Target(macs=0.4), EPOCHS)
+    for epoch in range(EPOCHS):
+        train(model, optimizer, epoch, count=12)
+        plan.epoch()
+    plan.finish()
+    assert any(line["strength"] for line in plan.history) and not plan.report.notes
+
+
+def test_a_plan_whose_penalty_had_too_few_steps_says_so():
+    model = network()
+    optimizer = adam(model)
+    plan = Plan(model, X, optimizer, Target(macs=0.4), EPOCHS)
+    for epoch in range(EPOCHS):
+        train(model, optimizer, epoch, count=1)
+        plan.epoch()
+    plan.finish()
+    assert any("takes 8 steps with gradients" in note for note in plan.report.notes)
 
 
 def test_optimizers_that_a_plan_cannot_work_with_are_told_when_it_is_made():

@@ -281,6 +281,111 @@ def test_an_optimizer_whose_step_calls_that_of_its_parent_adds_the_penalty_once(
     assert reg.steps == 1
 
 
+class SharpnessAware(torch.optim.Optimizer):
+    """SAM as most have it: the loop calls its two steps, not `step`, and the optimizer inside moves the weights."""
+
+    def __init__(self, params, lr, rho=0.05):
+        super().__init__(params, {"lr": lr, "rho": rho})
+        self.base_optimizer = torch.optim.SGD(self.param_groups, lr=lr)
+        self.param_groups = self.base_optimizer.param_groups
+
+    @torch.no_grad()
+    def first_step(self):
+        for p in (p for group in self.param_groups for p in group["params"]):
+            self.state[p]["old_p"] = p.clone()
+            p.add_(p.grad, alpha=self.defaults["rho"])
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self):
+        for p in (p for group in self.param_groups for p in group["params"]):
+            p.copy_(self.state[p]["old_p"])
+        self.base_optimizer.step()
+        self.zero_grad()
+
+    def step(self, closure=None):
+        self.first_step()
+        closure()
+        self.second_step()
+
+
+@pytest.mark.parametrize("how", ["two steps", "a closure"])
+def test_sharpness_aware_minimization_gets_the_penalty_and_holds_zeros_however_it_is_called(how):
+    model, plain = net(), net()
+    x = torch.ones(1, 2, 5, 5).double()
+
+    def step(model, optimizer):
+        model(x).sum().backward()
+        if how == "a closure":
+            return optimizer.step(lambda: model(x).sum().backward())
+        optimizer.first_step()
+        model(x).sum().backward()
+        return optimizer.second_step()
+
+    optimizer = SharpnessAware(model.parameters(), lr=0.1)
+    before = model[0].weight.detach().clone()
+    reg = dh.Regularizer(model, "l1", strength=0.01).attach(optimizer)
+    step(model, optimizer)
+    step(plain, SharpnessAware(plain.parameters(), lr=0.1))
+    assert_close(model[0].weight, plain[0].weight - 0.1 * 0.01 * before.sign())
+    assert reg.steps == 1
+    masks = dh.prune(model, dh.Density(0.3))
+    held = masks.hold(optimizer)
+    step(model, optimizer)
+    assert not masks.undone()
+    held.release()
+    step(model, optimizer)
+    assert masks.undone()
+
+
+class _Lookahead(torch.optim.Optimizer):
+    """As timm and others have it: without its parent's `__init__`, so that torch does not make its step call hooks."""
+
+    def __init__(self, optimizer):
+        self.optimizer, self.param_groups, self.defaults = optimizer, optimizer.param_groups, optimizer.defaults
+        self.state = {p: {"slow": p.detach().clone()} for group in self.param_groups for p in group["params"]}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.optimizer.step(closure)
+        for p, state in self.state.items():
+            p.copy_(state["slow"].lerp_(p, 0.5))
+
+
+def test_an_optimizer_without_its_parents_init_gets_the_penalty_and_holds_zeros():
+    model = net()
+    optimizer = _Lookahead(torch.optim.SGD(model.parameters(), lr=1.0))
+    masks = dh.prune(model, dh.Density(0.3))
+    masks.hold(optimizer)
+    before = model[0].weight.detach().clone()
+    dh.Regularizer(model, "l1", strength=0.01).attach(optimizer)
+    optimizer.step()
+    after = optimizer.state[model[0].weight]["slow"]  # what is pruned came half way back before
+    assert_close(model[0].weight, (before - 0.005 * before.sign()) * masks["0.weight"])
+    assert_close(after, model[0].weight)
+
+
+def test_a_loss_within_torch_func_which_would_have_no_gradient_is_refused_and_add_grad_works_there():
+    model = net()
+    reg = dh.Regularizer(model, strength=0.1)
+    (x, y), *_ = batches(1)
+    parameters = dict(model.named_parameters())
+
+    def loss(parameters):
+        return cross_entropy(torch.func.functional_call(model, parameters, (x,)), y)
+
+    with pytest.raises(dh.UserError, match=r"call reg\.add_grad_\(\)"):
+        torch.func.grad(lambda p: loss(p) + reg.loss())(parameters)
+    for name, g in torch.func.grad(loss)(parameters).items():
+        parameters[name].grad = g
+    reg.add_grad_()
+    found = {name: p.grad for name, p in parameters.items()}
+    model.zero_grad()
+    (cross_entropy(model(x), y) + reg.loss()).backward()
+    for name, p in parameters.items():
+        assert_close(found[name], p.grad)
+
+
 def test_a_step_that_calls_its_closure_twice_counts_once():
     model = net()
     optimizer = _AsksTwice(model.parameters(), lr=0.1)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from deephoyer.errors import UserError, positive_whole, shown, true_or_false
 from deephoyer.groups import Kinds, Unit, groupings, weights_for
 from deephoyer.kernels.zeroing import Zeroing, laid_like
-from deephoyer.optimizers import Replaced, bare
+from deephoyer.optimizers import Replaced, bare, closure_of, held_by, nested, with_closure
 from deephoyer.rules import Rule, Scores
 from deephoyer.scores import Calibration, Loss, Score, scores_of
 from deephoyer.sharded import is_sharded, local, reshard, same_cut, share_of, whole
@@ -165,28 +165,31 @@ class Hold:
     def __init__(
         self, optimizer: torch.optim.Optimizer, drops: list[tuple[Tensor, Tensor]], own: set[int], replaced: Replaced
     ):
-        if drops and not _held(optimizer) & own:
+        if drops and not held_by(optimizer) & own:
             raise UserError(
                 "masks: the optimizer holds no parameter of this model. Is it another model's, or a copy's?"
             )
         self._optimizer, self._all = optimizer, drops
         self._zero, self._replaced = Zeroing(), replaced
         self._take()
-        self.handle = optimizer.register_step_post_hook(lambda *_: self.zero_())
+        self._nested = nested(optimizer)  # each may move weights, and has a state of its own
+        self.handles = [one.register_step_post_hook(lambda *_: self.zero_()) for one in self._nested]
+        searching = [one for one in self._nested if isinstance(one, torch.optim.LBFGS)]
+        self.handles += [one.register_step_pre_hook(self._search_without) for one in searching]
         self.zero_()
 
     def _take(self) -> None:
         """What of the masked parameters the optimizer has now; others may be added to it later."""
-        held = _held(self._optimizer)
+        held = held_by(self._optimizer)
         mine = [(tensor, drop) for tensor, drop in self._all if id(tensor) in held]
         self._drops = [(tensor, laid_like(drop, local(tensor))) for tensor, drop in mine]
-        self._count = _how_many(self._optimizer)
+        self._lists = _lists(self._optimizer)
 
     @torch.no_grad()
     def zero_(self) -> None:
         if not torch.compiler.is_compiling():
             self._replaced.check()
-            if _how_many(self._optimizer) != self._count:
+            if _lists(self._optimizer) != self._lists:
                 self._take()
         pairs: list[tuple[Tensor, Tensor]] = []
         for i, (tensor, drop) in enumerate(self._drops):
@@ -194,24 +197,38 @@ class Hold:
                 drop = laid_like(drop, local(tensor))
                 self._drops[i] = (tensor, drop)
             pairs.append((local(tensor), drop))
-            for key, value in self._optimizer.state.get(tensor, {}).items():
-                # Adam's step count has the shape of a parameter that is a single number.
-                if key != "step" and isinstance(value, Tensor) and value.shape == tensor.shape:
-                    piece = local(value) if same_cut(tensor, value) else value
-                    if type(piece) in (Tensor, nn.Parameter) and piece.shape == drop.shape:
-                        pairs.append((piece, drop))
+            for one in self._nested:
+                for key, value in one.state.get(tensor, {}).items():
+                    # Adam's step count may have a parameter's shape, and Shampoo's preconditioner that of a square one.
+                    if key == "step" or "precond" in str(key):
+                        continue
+                    if isinstance(value, Tensor) and value.shape == tensor.shape:
+                        piece = local(value) if same_cut(tensor, value) else value
+                        if type(piece) in (Tensor, nn.Parameter) and piece.shape == drop.shape:
+                            pairs.append((piece, drop))
         self._zero(pairs)
 
+    def _search_without(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """LBFGS moves weights and weighs losses within its step: what is pruned must have no part in its directions."""
+        closure = closure_of(args, kwargs)
+
+        def masked() -> Any:
+            loss = closure()
+            for tensor, drop in self._drops:
+                if tensor.grad is not None:
+                    local(tensor.grad).masked_fill_(drop, 0)
+            return loss
+
+        return with_closure(args, kwargs, masked)
+
     def release(self) -> None:
-        self.handle.remove()
+        for handle in self.handles:
+            handle.remove()
 
 
-def _how_many(optimizer: torch.optim.Optimizer) -> int:
-    return sum(len(group["params"]) for group in optimizer.param_groups)
-
-
-def _held(optimizer: torch.optim.Optimizer) -> set[int]:
-    return {id(p) for group in optimizer.param_groups for p in group["params"]}
+def _lists(optimizer: torch.optim.Optimizer) -> list[tuple[int, int]]:
+    """Its lists of parameters, as far as they can be told apart in next to no time."""
+    return [(id(group["params"]), len(group["params"])) for group in optimizer.param_groups]
 
 
 class Empties(UserError):

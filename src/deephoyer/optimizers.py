@@ -4,6 +4,7 @@ hooks work on, which must not be replaced behind their back."""
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from collections.abc import Iterable
 from types import FrameType
 from typing import Any
@@ -24,12 +25,55 @@ def bare(optimizer: Any) -> torch.optim.Optimizer:
     True
     """
     inner = optimizer
-    while "_optimizer_step_pre_hooks" not in getattr(inner, "__dict__", {}):
+    while not _calls_hooks(inner):
         inner = getattr(inner, "optimizer", None)
         if inner is None:
             raise UserError(f"{type(optimizer).__name__} is not a PyTorch optimizer, nor a wrapper with one inside.")
     found: torch.optim.Optimizer = inner
     return found
+
+
+def _calls_hooks(optimizer: Any) -> bool:
+    """Whether it is an optimizer itself, and no wrapper.
+
+    One that never called its parent's `__init__`, as most kinds of Lookahead don't, has no hooks or does not call
+    them: it gets what is missing.
+    """
+    own = getattr(optimizer, "__dict__", {})
+    if isinstance(optimizer, torch.optim.Optimizer) and "param_groups" in own:
+        for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+            own.setdefault(hooks, OrderedDict())
+        optimizer._patch_step_function()
+    return "_optimizer_step_pre_hooks" in own
+
+
+def nested(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """The optimizer and, as SAM and Lookahead have one, that inside it with the very same weights, which moves them.
+
+    SAM's own step is seldom called: a loop calls `first_step` and `second_step` instead, and these the inner step.
+    """
+    found = [optimizer]
+    while True:
+        inside = [o for o in vars(found[-1]).values() if isinstance(o, torch.optim.Optimizer) and o not in found]
+        same = [o for o in inside if held_by(o) == held_by(optimizer)]
+        if len(same) != 1:
+            return found
+        found.append(bare(same[0]))
+
+
+def held_by(optimizer: torch.optim.Optimizer) -> set[int]:
+    """The ids of an optimizer's parameters."""
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+
+def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The closure that a step is called with, as hooks before it see the call; None where there is none."""
+    return args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
+
+
+def with_closure(args: tuple[Any, ...], kwargs: dict[str, Any], closure: Any) -> Any:
+    """The same call with another closure, for a hook to return."""
+    return ((args[0], closure), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": closure})
 
 
 def within_a_step(optimizer: torch.optim.Optimizer) -> bool:

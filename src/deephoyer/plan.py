@@ -24,7 +24,7 @@ from deephoyer.errors import score as score_of
 from deephoyer.groups import Kinds
 from deephoyer.inference import Examples
 from deephoyer.masks import Hold, Masks
-from deephoyer.optimizers import bare, silence
+from deephoyer.optimizers import bare, held_by, nested, silence
 from deephoyer.penalties import Penalty, wide
 from deephoyer.plan_report import PlanReport
 from deephoyer.regularizer import Regularizer
@@ -112,7 +112,9 @@ class Plan:
             weigh=weigh,
         )
         self.pull, self.control = not_negative(pull, "pull"), control
-        self.baseline = baseline
+        self.baseline = None if baseline is None else score_of(baseline, "plan: the baseline")
+        if self.baseline is not None and not math.isfinite(self.baseline):
+            raise UserError(f"plan: the baseline is {shown(baseline)}; no drop can be measured from that.")
         self.done = 0
         self.level = 0
         self.masks: Masks | None = None
@@ -131,9 +133,11 @@ class Plan:
         self._attached = False
         self._stopped = False
         self._stepped = False  # whether an optimizer of the plan was seen to make a step
+        self._stepping: list[torch.optim.Optimizer] = []  # those watched
+        self._gradients: dict[int, Tensor] = {}  # the norm of each weight's gradient, when it was used last
         weakref.finalize(self, _silence_hooks, self.regularizer, self._held, self._watch).atexit = False
         if self.pull or self._given:  # what no optimizer holds is told now, not in the middle of training
-            self.regularizer.attach(*self.optimizers).detach()
+            self.regularizer.attach(*self._trainers()).detach()
         self._follow()
 
     # Where it stands
@@ -259,6 +263,10 @@ class Plan:
 
     # Regularizing
 
+    def _trainers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers that hold weights of the model: one of a GAN's critic may step at any time, or never."""
+        return [o for o in self.optimizers if _holds_some(o, self.model)] or self.optimizers
+
     def _follow(self) -> None:
         """Attaches and detaches what the stage needs."""
         if self.stage != "regularize" or self._resting:
@@ -269,12 +277,14 @@ class Plan:
             now = self.regularizer.effective_density().item()
             self._enough = now + PART_OF_THE_WAY * (kept * self._density_whole - now)
         if not self._watch and (self.pull or self._given):
-            self._watch.append(self.optimizers[-1].register_step_post_hook(_weakly(self._look)))
+            look = torch.compiler.disable(_weakly(self._look))  # in a compiled step, too
+            self._stepping = [nested(optimizer)[-1] for optimizer in self._trainers()]
+            self._watch += [optimizer.register_step_post_hook(look) for optimizer in self._stepping]
         self._attach()
 
     def _attach(self) -> None:
         if not self._attached and (self._given or self._calibrated()):
-            self.regularizer.attach(*self.optimizers)
+            self.regularizer.attach(*self._trainers())
             self._attached = True
 
     def _detach(self) -> None:
@@ -294,8 +304,13 @@ class Plan:
     def _look(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """After a step: calibrates the strength by the first of them, then sees whether the penalty has done enough."""
         self._stepped = True
-        if not self._given and not self._calibrated():
-            self._calibrate(optimizer)
+        probing = not self._given and not self._calibrated()
+        if probing:
+            self._measure(optimizer)
+        if optimizer is not self._stepping[-1]:
+            return
+        if probing:
+            self._calibrate()
         elif self._attached and self.regularizer.steps % LOOK_EVERY == 0 and self._pressed():
             self._resting = True  # until the next prune
             self.regularizer.detach()  # the hook itself goes at the next tick: not while they are called
@@ -305,16 +320,21 @@ class Plan:
         """Whether the density has fallen far enough: pressed on, layers lose more than they need."""
         return self._enough is not None and self.regularizer.effective_density().item() <= self._enough
 
-    def _calibrate(self, optimizer: torch.optim.Optimizer) -> None:
-        """After one of the first steps: how large the loss's gradient is, and the penalty's at strength 1."""
+    def _measure(self, optimizer: torch.optim.Optimizer) -> None:
+        """How large the loss's gradients are that this optimizer has used: the next one may find them gone."""
         scale = getattr(optimizer, "grad_scale", None)
-        tensors = {id(t): t for term in self.regularizer.terms for t in term.unit.tensors}
-        found = [t.grad for t in tensors.values() if t.grad is not None]
-        if not found:
+        mine = held_by(optimizer)
+        for tensor in {id(t): t for term in self.regularizer.terms for t in term.unit.tensors}.values():
+            if id(tensor) in mine and tensor.grad is not None:
+                norm = wide(tensor.grad).norm().cpu()
+                self._gradients[id(tensor)] = norm if scale is None else norm / scale.cpu()
+
+    def _calibrate(self) -> None:
+        """After one of the first steps: how large the loss's gradient is, and the penalty's at strength 1."""
+        if not self._gradients:
             return
-        loss = torch.stack([wide(g).norm().cpu() for g in found]).norm().item() / (
-            1.0 if scale is None else scale.item()
-        )
+        loss = torch.stack(list(self._gradients.values())).norm().item()
+        self._gradients.clear()
         penalty = _penalty_norm(self.regularizer)
         if math.isfinite(loss) and loss > 0 and penalty > 0:
             self._probed.append([loss, penalty])
@@ -419,7 +439,7 @@ class Plan:
     def state_dict(self) -> dict[str, Any]:
         """The state to resume from, to be saved with those of the model and the optimizer: tensors and plain data."""
         return {
-            "total": self.total,
+            "made": self._made(),
             "done": self.done,
             "level": self.level,
             "regularizer": self.regularizer.state_dict(),
@@ -435,13 +455,19 @@ class Plan:
             "stuck": list(self.cutter.stuck),
         }
 
+    def _made(self) -> str:
+        """What a plan that is resumed has to have in common with the one that was saved."""
+        return f"{self.total} {'steps' if self.by_steps else 'epochs'}, {self.rounds} rounds, {self.target.size()}"
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resumes from a `state_dict`; load the states of the model and the optimizer as well."""
         if not isinstance(state, Mapping) or (missing := [key for key in self.state_dict() if key not in state]):
             lacks = f": it has no {missing[0]!r}" if isinstance(state, Mapping) else ""
             raise UserError(f"plan: {shown(state)} is not what a plan's state_dict() gives{lacks}.")
-        if state["total"] != self.total:
-            raise UserError(f"plan: this state is of a plan of {state['total']}, not {self.total}; make it the same.")
+        if state["made"] != self._made():
+            raise UserError(
+                f"plan: this state is of a plan of {state['made']}, not of {self._made()}; make it the same."
+            )
         self._release()
         self._stopped = False
         self.done, self.level = int(state["done"]), int(state["level"])
@@ -470,6 +496,11 @@ class Plan:
             notes.append(why)
         if self.target.drop is not None and self.level > 0 and self._best is None:
             notes.append("no score was given after the last prune: what it lost is not known.")
+        if self._stepped and self.pull and not self._given and not self._calibrated():
+            notes.append(
+                f"there was no penalty: finding its strength takes {PROBES} steps with gradients while it regularizes, "
+                f"and {len(self._probed)} were seen; strength= needs none."
+            )
         return PlanReport(
             target=self.target,
             reached=reached,
@@ -501,7 +532,7 @@ class Plan:
 
 def _silence_hooks(regularizer: Regularizer, held: list[Hold], watch: list[Any]) -> None:
     """What a plan leaves on optimizers when nobody has it any more."""
-    for handle in (*regularizer.handles, *(hold.handle for hold in held), *watch):
+    for handle in (*regularizer.handles, *(handle for hold in held for handle in hold.handles), *watch):
         silence(handle)
 
 
@@ -533,7 +564,7 @@ def _penalty_norm(regularizer: Regularizer) -> float:
 
 
 def _holds_some(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    held = held_by(optimizer)
     return any(id(p) in held for _, p in named_parameters(model))
 
 

@@ -17,7 +17,7 @@ from deephoyer import strength as strengths
 from deephoyer.errors import UserError, first_line, not_negative, one_of, shown, unknown
 from deephoyer.groups import Kinds, Unit, groupings, weights_for
 from deephoyer.kernels import Backend, choose
-from deephoyer.optimizers import Replaced, bare, within_a_step
+from deephoyer.optimizers import Replaced, bare, closure_of, held_by, nested, with_closure, within_a_step
 from deephoyer.penalties import PENALTIES, HoyerSquare, Penalty, hoyer_measure, trimming_threshold
 from deephoyer.sharded import reshard
 from deephoyer.terms import Scale, Term
@@ -84,7 +84,15 @@ class Regularizer:
     # The penalty and its gradient
 
     def loss(self) -> Tensor:
-        """The penalty, to be added to the training loss; call `step()` yourself if the strength is scheduled."""
+        """The penalty, to be added to the training loss; call `step()` yourself if the strength is scheduled.
+
+        It is that of the model's own parameters, whatever `torch.func.functional_call` is given in their place.
+        """
+        if not torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level() is not None:
+            raise UserError(
+                "reg.loss() within torch.func has no gradient, as it knows only the model's own parameters: put the "
+                "gradients that torch.func.grad gives into their .grad, then call reg.add_grad_()."
+            )
         total = torch.stack([term.value().to(self.terms[0].scale) for term in self.terms]).sum()
         if self.handles and total.requires_grad:
             total.register_hook(self._tell_twice)
@@ -144,12 +152,13 @@ class Regularizer:
         """Adds the gradient before every step of the optimizers, which together must hold all parameters.
 
         A group whose weights are shared out among them (matrices to Muon, biases to AdamW) is pulled before the step of
-        each, as it is then. With AMP's GradScaler the gradient is added after unscaling; a fused optimizer that
-        unscales by itself gets it scaled likewise. Clipping comes before the step, so it does not touch the penalty.
+        each, as it is then. Of SAM and Lookahead the optimizer inside is attached to. With AMP's GradScaler the
+        gradient is added after unscaling; a fused optimizer that unscales by itself gets it scaled likewise. Clipping
+        comes before the step, so it does not touch the penalty.
         """
         if self.handles:
             raise UserError("this regularizer is attached already; call detach() first.")
-        optimizers = tuple(dict.fromkeys(bare(optimizer) for optimizer in optimizers))
+        optimizers = tuple(dict.fromkeys(nested(bare(optimizer))[-1] for optimizer in optimizers))
         if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
             raise UserError(
                 "attach: LBFGS weighs losses against each other, so the penalty must be in the loss: "
@@ -173,7 +182,7 @@ class Regularizer:
 
     def _share_out(self, optimizers: tuple[torch.optim.Optimizer, ...]) -> list[list[Backend]]:
         """For each optimizer what adds the gradients of its parameters: terms that are its own, and parts of others."""
-        owned = [{id(p) for group in o.param_groups for p in group["params"]} for o in optimizers]
+        owned = [held_by(optimizer) for optimizer in optimizers]
         own: list[list[Term]] = [[] for _ in optimizers]
         parts: list[list[Term]] = [[] for _ in optimizers]
         holder = {tensor: i for i, ids in reversed(list(enumerate(owned))) for tensor in ids}
@@ -225,7 +234,7 @@ class Regularizer:
             if within_a_step(optimizer):
                 return None
             advances = last  # at one of a step's closures, if several are called
-            closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
+            closure = closure_of(args, kwargs)
 
             def with_penalty() -> Any:
                 """Lightning steps with a closure that computes the gradients: the penalty's come right after."""
@@ -239,7 +248,7 @@ class Regularizer:
 
             if closure is None:
                 return with_penalty()
-            return ((args[0], with_penalty), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": with_penalty})
+            return with_closure(args, kwargs, with_penalty)
 
         return before_step
 

@@ -77,9 +77,12 @@ class Target:
         share: float = getattr(self, self.kind)
         return share
 
-    def title(self) -> str:
+    def size(self) -> str:
         whole = {"macs": "MACs", "parameters": "parameters", "density": "weights", "latency": "time"}[self.kind]
-        return f"{self.share:g} of the {whole}" + (f", losing at most {self.drop:g}" if self.drop is not None else "")
+        return f"{self.share:g} of the {whole}"
+
+    def title(self) -> str:
+        return self.size() + (f", losing at most {self.drop:g}" if self.drop is not None else "")
 
 
 @dataclass(frozen=True)

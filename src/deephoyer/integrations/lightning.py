@@ -7,8 +7,9 @@
 
 After `fit` the module holds the smaller network, so that `test`, `predict` and `save_checkpoint` go on with it; it is
 `callback.small` as well, and lies in the trainer's `default_root_dir` as `small.safetensors` for `dh.load`. The plan
-counts epochs where the trainer has `max_epochs`, and steps where it has `max_steps` alone. Its state is in Lightning's
-checkpoints, so a run that is resumed from one goes on where it was cut off.
+counts epochs where the trainer has `max_epochs`, and steps where it has `max_steps` alone; those after which the
+trainer validates have a score. Its state is in Lightning's checkpoints, so a run that is resumed from one goes on where
+it was cut off.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ class PlanCallback(Callback):
         self.plan: Plan | None = None
         self.small: nn.Module | None = None
         self._saved: dict[str, Any] | None = None
+        self._validated = False  # whether there is a score that was not used yet
 
     @property
     def report(self) -> PlanReport | None:
@@ -72,7 +74,15 @@ class PlanCallback(Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if self.target.drop is not None and self.monitor is None:
             raise UserError("PlanCallback: a drop is of a score; say which with monitor=.")
+        for callback in map(type, trainer.callbacks):
+            if "WeightAveraging" in {cls.__name__ for cls in callback.mro()}:
+                raise UserError(
+                    f"PlanCallback: {callback.__name__} validates and keeps averages of weights, in which those that "
+                    "are pruned are not zero; leave it out."
+                )
         epochs, steps = trainer.max_epochs, trainer.max_steps
+        if (epochs is None or epochs < 1) and steps < 1:
+            raise UserError("PlanCallback: a plan has a length: give the trainer max_epochs or max_steps.")
         length = {"epochs": epochs} if epochs is not None and epochs > 0 else {"steps": steps}
         inputs = self.example_inputs
         if inputs is None:
@@ -85,23 +95,30 @@ class PlanCallback(Callback):
         if self._saved is not None:
             self.plan.load_state_dict(self._saved)
             self._saved = None  # a later fit is a plan of its own
+        if self.target.drop is not None and not self.plan.by_steps and trainer.check_val_every_n_epoch != 1:
+            raise UserError("PlanCallback: a drop takes a score of every epoch: check_val_every_n_epoch=1.")
+        self._validated = False
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Before checkpoints are written, which Lightning's own callback does here, too: a callback that comes last."""
         fitting = trainer.state.fn == "fit" and not trainer.sanity_checking  # otherwise somebody validates by itself
-        if self.plan is None or not fitting or not trainer.is_last_batch:
+        if self.plan is None or not fitting:
             return
-        self._epoch_over(trainer)
+        self._validated = True
+        if self.plan.by_steps:
+            self._steps_over(trainer, trainer.global_step, self._score(trainer))
+        elif trainer.is_last_batch:
+            self._epoch_over(trainer)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         self._epoch_over(trainer)
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        plan = self._there()
-        while plan.by_steps and plan.done < min(trainer.global_step, plan.total):
-            plan.step()
+        """Where there is a score, the last step waits for it: the network may be validated next."""
+        self._steps_over(trainer, trainer.global_step - (self.monitor is not None))
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self._steps_over(trainer, trainer.global_step)
         self.small = self._there().finish()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
@@ -117,7 +134,7 @@ class PlanCallback(Callback):
         else:
             become(pl_module, self.small)
             pl_module.trainer = trainer  # a copy of a module belongs to no trainer
-        if trainer.is_global_zero:
+        if trainer.is_global_zero and not trainer.fast_dev_run:
             save(self.small, Path(trainer.default_root_dir) / SMALL)
 
     def _epoch_over(self, trainer: Any) -> None:
@@ -125,13 +142,27 @@ class PlanCallback(Callback):
         if plan.by_steps or plan.done > trainer.current_epoch:  # this epoch's is over already
             return
         plan.epoch(self._score(trainer))
+        self._log(trainer)
+
+    def _steps_over(self, trainer: Any, until: int, score: float | None = None) -> None:
+        plan = self._there()
+        until = min(until, plan.total)
+        while plan.by_steps and plan.done < until:
+            plan.step(score if plan.done == until - 1 else None)
+        if plan.by_steps and score is not None:
+            self._log(trainer)
+
+    def _log(self, trainer: Any) -> None:
+        plan = self._there()
         for logger in trainer.loggers:
             metrics = {f"plan/{name}": value for name, value in plan.metrics().items()}
             logger.log_metrics(metrics, step=trainer.global_step)
 
     def _score(self, trainer: Any) -> float | None:
-        if self.monitor is None:
+        """None where nothing was validated since it was asked last: what is logged then is an older network's."""
+        if self.monitor is None or (trainer.enable_validation and not self._validated):
             return None
+        self._validated = False
         if self.monitor not in trainer.callback_metrics:
             known = ", ".join(sorted(trainer.callback_metrics)) or "none"
             raise UserError(f"PlanCallback: the module logs no {self.monitor!r} to be monitored. Logged: {known}.")

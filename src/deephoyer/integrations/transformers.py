@@ -98,7 +98,7 @@ class PlanCallback(TrainerCallback):
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         plan = self._there()
         if not plan.by_steps:
-            self._waits = self.monitor is not None
+            self._waits = self.monitor is not None and control.should_evaluate  # not before eval_delay is over
             if not self._waits:
                 plan.epoch()
 
@@ -115,7 +115,8 @@ class PlanCallback(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if logs is not None and self.plan is not None and self.plan.report is None:
-            logs.update({f"plan/{name}": value for name, value in self.plan.metrics().items()})
+            # The trainer logs the score itself, before the plan is told of it.
+            logs.update({f"plan/{name}": value for name, value in self.plan.metrics().items() if name != "score"})
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
