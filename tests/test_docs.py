@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from deephoyer.lab import comparison_protocol, recipe
-from deephoyer.lab.report import methods_page, own_settings, record, verify
+from deephoyer.lab.report import comparison_results, own_settings, record, verify
 from deephoyer.lab.report.index import INDEX, index
 from deephoyer.lab.report.methods_overview import overview
 from deephoyer.lab.report.paper_tables import highlights
 from deephoyer.lab.report.results_page import page
+from deephoyer.lab.report.significance import BEST, verdicts
 from deephoyer.lab.report.stored_weights import WEIGHTS
 from deephoyer.lab.schema import Expect, is_file
 from deephoyer.lab.train.result import finish
@@ -170,29 +171,21 @@ def test_the_commands_of_records_give_folders_that_can_be_made(records):
     assert max(len(name) for name in names) <= 80 and not any(set(name) & set(",= ") for name in names)
 
 
-def comparison_of(name):
-    """Its protocol and what it found."""
-    protocol = comparison_protocol.read(name)
-    return protocol, methods_page.read(name, protocol)
+def results_of(name):
+    """What a comparison came to."""
+    return comparison_results.read(name, comparison_protocol.read(name))
 
 
 @pytest.fixture(scope="module")
 def compared():
     """The comparison that most prose speaks of."""
-    return comparison_of("lenet-300-100")
+    return results_of("lenet-300-100")
 
 
-def final_accuracies(compared, method):
-    """In percent, of a method's chosen setting at the middle size."""
-    protocol, content = compared
-    return [100 * one.accuracy for one in methods_page.finals(protocol, content, method, protocol.middle)]
-
-
-def means(compared, method):
+def means(results, method):
     """In percent, of a method's chosen settings at each size."""
-    protocol, content = compared
-    every = [methods_page.finals(protocol, content, method, size) for size in protocol.sizes]
-    return [statistics.fmean(100 * run.accuracy for run in runs) for runs in every]
+    sizes = results.protocol.sizes
+    return [statistics.fmean(100 * run.accuracy for run in results.finals(method, size)) for size in sizes]
 
 
 def test_the_readmes_table_of_methods_is_that_of_the_comparisons():
@@ -201,12 +194,10 @@ def test_the_readmes_table_of_methods_is_that_of_the_comparisons():
 
 
 def test_prose_about_methods_has_the_numbers_of_the_comparisons(compared):
-    def mean(compared, method):
-        return f"{statistics.fmean(final_accuracies(compared, method)):.2f}"
-
-    groups = comparison_of("lenet-300-100-structure")
+    groups = results_of("lenet-300-100-structure")
     taylor, lasso, ours, norm, chance = (
-        mean(groups, method) for method in ("Taylor, one cut", "group lasso", "Group-HS", "l1 norm, one cut", "random")
+        f"{means(groups, method)[1]:.2f}"  # at the middle size
+        for method in ("Taylor, one cut", "group lasso", "Group-HS", "l1 norm, one cut", "random")
     )
     page = " ".join(text("docs/choosing.md").split())
     assert f"has {taylor} %, group lasso {lasso}, Group-HS {ours}, one cut by l1 norms {norm}, less than at" in page
@@ -220,17 +211,18 @@ def test_the_readmes_words_on_its_table_of_methods_are_true(compared):
     l1, ours = (means(compared, method) for method in ("l1, effective counts", "Hoyer-Square, effective counts"))
     behind = [a - b for a, b in zip(l1, ours, strict=True)]
     assert min(behind) >= 0.15 and max(behind) < 0.36, "Hoyer-Square is 0.2 to 0.35 points behind"
-    protocol, content = comparison_of("lenet-300-100-structure")
-    for size in protocol.sizes:
-        judged = methods_page.verdicts({m: methods_page.finals(protocol, content, m, size) for m in protocol.methods})
-        assert methods_page.BEST not in judged.values(), "for neurons no method is better than all others"
+    neurons = results_of("lenet-300-100-structure")
+    for size in neurons.protocol.sizes:
+        assert BEST not in verdicts(neurons.accuracies(size)).values(), (
+            "for neurons no method is better than all others"
+        )
 
 
 def test_prose_about_strengths_has_the_losses_of_the_comparison(compared):
     def lost(method):
         """By factor of the best strength, in points."""
-        found = methods_page.losses_near_best(*compared, method)
-        return {round(factor, 2): statistics.fmean(seeds) for factor, seeds in found.items()}
+        losses = compared.losses_near_best(method)
+        return {round(factor, 2): statistics.fmean(seeds) for factor, seeds in losses.items()}
 
     ours, l1 = lost("Hoyer-Square"), lost("l1")
     page = " ".join(text("docs/choosing.md").split())

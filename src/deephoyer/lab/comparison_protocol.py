@@ -122,6 +122,11 @@ class Protocol(BaseModel):
         """The size that is compared first."""
         return self.sizes[len(self.sizes) // 2]
 
+    @property
+    def counts(self) -> str:
+        """What the sizes are shares of."""
+        return "weights" if self.target == "live" else "MACs"
+
 
 def _digest(part: BaseModel, exclude: set[str]) -> str:
     """That of its other keys, without those at their defaults."""

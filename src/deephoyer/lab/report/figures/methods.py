@@ -38,7 +38,7 @@ def every_seed(title: str, sizes: Mapping[float, Mapping[str, Sequence[float]]])
 
 
 @styled
-def off_by_a_factor(title: str, penalties: Mapping[str, Mapping[float, Sequence[float]]]) -> Figure:
+def losses_near_best(title: str, penalties: Mapping[str, Mapping[float, Sequence[float]]]) -> Figure:
     """`penalties` has for each factor of its best strength the points of accuracy that a penalty's seeds lose there."""
     figure = Figure(figsize=(6.4, 3.8))
     axes = figure.subplots()
