@@ -30,7 +30,7 @@ from deephoyer.counting import count
 from deephoyer.lab.models import input_shape, make
 from deephoyer.lab.models.pad_shortcut import PadShortcut
 from deephoyer.latency import Latency, measure
-from measuring import show, words, write
+from measuring import make_parser, show, write
 
 MODEL = "resnet-56"
 BATCHES = (64, 1)
@@ -205,7 +205,7 @@ def rows(networks: dict[str, Any]) -> list[list[str]]:
 
 
 def main() -> None:
-    parser = words(__doc__, device=False)
+    parser = make_parser(__doc__, device=False)
     parser.add_argument("--seconds", type=float, default=6.0, help="time for each table and batch size")
     parser.add_argument("--others", type=float, default=0.03, help="largest CPU load of other processes, as a share")
     parser.add_argument("--threads", type=int, default=2)

@@ -35,7 +35,7 @@ from deephoyer.lab.data import DATASETS, Dataset
 from deephoyer.lab.runs.checkpoint import write_tensors
 from deephoyer.lab.schema import Recipe
 from deephoyer.lab.train.run import Run
-from measuring import machine, show, words, write
+from measuring import machine, make_parser, show, write
 
 ADAM = {"optimizer": "adam", "lr": 1e-3}
 SGD = {"optimizer": "sgd", "lr": 0.1, "weight_decay": 1e-4}
@@ -203,7 +203,7 @@ def together_rows(found: dict[str, Any]) -> list[list[str]]:
 
 
 def main() -> None:
-    parser = words(__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--cases", help="comma-separated, or none; default: all, on a CPU the LeNets")
     parser.add_argument(
         "--epochs", type=int, help="epochs of each stage; default: 12 for the LeNets, 4 for the ResNets"

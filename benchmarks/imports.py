@@ -12,7 +12,7 @@ import subprocess
 import sys
 from typing import Any
 
-from measuring import machine, show, words, write
+from measuring import machine, make_parser, show, write
 
 TIMED = """
 import sys, time
@@ -60,7 +60,7 @@ def measured(times: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    chosen = words(__doc__, device=False).parse_args()
+    chosen = make_parser(__doc__, device=False).parse_args()
     record = measured(0 if chosen.brief else 5)
     lines = [[what, f"{value:.3f} s", f"{value / record['import torch']:.3f}"] for what, value in record.items()]
     show("CPU time of importing", [["", "takes", "÷ import torch"], *lines])

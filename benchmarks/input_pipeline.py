@@ -31,7 +31,7 @@ from deephoyer.lab.train.batches import Batch, Streamed
 from deephoyer.lab.train.objective import Objective
 from deephoyer.lab.train.optim import make_optimizer
 from deephoyer.lab.train.step import PlainStep
-from measuring import machine, show, words, write
+from measuring import machine, make_parser, show, write
 
 CLASSES, DIFFERENT, QUALITY = 10, 40, 87
 STEPS = 2000
@@ -135,7 +135,7 @@ def measured(model: str, size: int, batch: int, workers: int, device: str, secon
 
 
 def main() -> None:
-    parser = words(__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--model", default="resnet-50")
     parser.add_argument("--size", type=int, default=224)
     parser.add_argument("--batch", type=int, default=256)

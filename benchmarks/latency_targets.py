@@ -121,7 +121,7 @@ def table(record: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = measuring.words(__doc__)
+    parser = measuring.make_parser(__doc__)
     parser.add_argument("--page", type=Path, nargs=2, help="only write the table of a record into a page: RECORD PAGE")
     parser.add_argument("--models", nargs="+", default=["resnet-56", "resnet50", "convnext_tiny"])
     parser.add_argument("--shares", type=float, nargs="+", default=[0.7, 0.5])

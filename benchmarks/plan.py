@@ -275,7 +275,7 @@ def table(record: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = measuring.words(__doc__)
+    parser = measuring.make_parser(__doc__)
     parser.add_argument("--page", type=Path, nargs=2, help="only write the table of a record into a page: RECORD PAGE")
     parser.add_argument("--network", default="lenet-5")
     parser.add_argument("--data", default="mnist")

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import deephoyer as dh
 from deephoyer.errors import unknown
-from measuring import copy_bandwidth, machine, milliseconds, replayed, show, words, write
+from measuring import copy_bandwidth, machine, make_parser, milliseconds, replayed, show, write
 
 STRENGTH = 1e-12  # so that thousands of calls leave the gradients as they are
 TRACEABLE = ("lenet-300-100", "resnet-56", "resnet-50")  # torch-pruning traces a network that runs
@@ -412,7 +412,7 @@ def listed(text: str | None) -> tuple[str, ...]:
 
 
 def main() -> None:
-    parser = words(__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--networks", help="comma-separated; default: all, on a CPU without the two largest")
     parser.add_argument("--groups", default="elements,filters+channels")
     parser.add_argument("--backends", help="comma-separated; default: plain, foreach and, on CUDA, triton")

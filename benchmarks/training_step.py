@@ -19,7 +19,7 @@ import torch.nn.functional as F
 import deephoyer as dh
 from deephoyer.lab import data, models, recipe
 from deephoyer.lab.train.run import Run
-from measuring import show, words, write
+from measuring import make_parser, show, write
 
 BATCH = 100
 
@@ -114,7 +114,7 @@ def rows(record: dict[str, Any]) -> list[list[str]]:
 
 
 def main() -> None:
-    chosen = words(__doc__, device=False).parse_args()
+    chosen = make_parser(__doc__, device=False).parse_args()
     record = measured(rounds=5, epochs=0) if chosen.brief else measured()
     show("LeNet-300-100, batch 100, CPU", rows(record))
     write(chosen.out, record)

@@ -19,7 +19,7 @@ from deephoyer.lab.choices import named
 from deephoyer.lab.comparison import ComparedRun, Comparison, Job
 from deephoyer.lab.comparison_protocol import Entry
 from deephoyer.lab.methods import METHODS
-from deephoyer.lab.report import comparison_results, methods_page, own_settings, record, verify
+from deephoyer.lab.report import comparison_results, methods_page, printed_results, record, verify
 from deephoyer.lab.report.comparison_results import ComparisonResults
 from deephoyer.lab.report.significance import holm, sign_flips, verdicts
 
@@ -530,17 +530,17 @@ def test_a_comparison_without_results_is_one_sentence(tmp_path):
     assert "| method |" not in methods_page.page(tmp_path / "methods")
 
 
-def test_every_row_by_own_settings_can_be_run_and_is_judged_from_its_records():
-    for figure in (*own_settings.PAPER, *own_settings.OWN):
-        recipe.Command.parse(figure.words).read()
-    assert len({figure.words for figure in own_settings.PAPER}) == 16
-    figure = own_settings.PAPER[4]
-    assert figure.title == "LeNet-300-100, Hoyer-Square, by the appendix"
-    assert own_settings.verdict(figure, 98.36, 4500) == "reproduced"
-    assert own_settings.verdict(figure, 98.1, 9200) == "0.30 points less, 2.00 times as large"
-    assert own_settings.table([figure], []) == []
-    listed = methods_page._by_own_settings([figure], [])
-    assert listed.endswith(f"- {figure.title} (4,600 at 98.4 %): `paper/lenet-300-100`")
+def test_every_row_by_printed_results_can_be_run_and_is_judged_from_its_records():
+    for result in (*printed_results.PAPER, *printed_results.METHODS):
+        recipe.Command.parse(result.words).read()
+    assert len({result.words for result in printed_results.PAPER}) == 16
+    result = printed_results.PAPER[4]
+    assert result.title == "LeNet-300-100, Hoyer-Square, by the appendix"
+    assert printed_results.verdict(result, 98.36, 4500) == "reproduced"
+    assert printed_results.verdict(result, 98.1, 9200) == "0.30 points less, 2.00 times as large"
+    assert printed_results.table([result], []) == []
+    listed = methods_page._repeated([result], [])
+    assert listed.endswith(f"- {result.title} (4,600 at 98.4 %): `paper/lenet-300-100`")
 
 
 def test_a_run_is_called_by_its_method_setting_size_and_seed():

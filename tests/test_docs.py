@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from deephoyer.lab import comparison_protocol, recipe
-from deephoyer.lab.report import comparison_results, own_settings, record, verify
+from deephoyer.lab.report import comparison_results, printed_results, record, verify
 from deephoyer.lab.report.index import INDEX, index
 from deephoyer.lab.report.methods_overview import overview
 from deephoyer.lab.report.paper_tables import highlights
@@ -232,7 +232,7 @@ def test_prose_about_strengths_has_the_losses_of_the_comparison(compared):
 
 
 def test_the_readme_says_what_came_of_the_papers_settings(records):
-    rows = own_settings.table(own_settings.PAPER, records)
+    rows = printed_results.table(printed_results.PAPER, records)
     titles, verdicts = [row[0] for row in rows], [row[4] for row in rows]
     words = {1: "one", 2: "two", 8: "eight", 9: "nine", 10: "ten", 11: "eleven", 12: "twelve"}
     said = " ".join(text("README.md").split())

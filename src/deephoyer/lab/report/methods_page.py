@@ -14,8 +14,9 @@ from pathlib import Path
 from deephoyer.lab import comparison_protocol
 from deephoyer.lab.comparison import near
 from deephoyer.lab.comparison_protocol import Protocol
-from deephoyer.lab.report import own_settings
+from deephoyer.lab.report import printed_results
 from deephoyer.lab.report.comparison_results import RESULTS, TAG, ComparisonResults, read
+from deephoyer.lab.report.printed_results import PrintedResult
 from deephoyer.lab.report.record import Record, read_all
 from deephoyer.lab.report.significance import verdicts
 from deephoyer.lab.report.table import Column, Table
@@ -36,11 +37,11 @@ def page(folder: Path = RESULTS, figures: Path | None = None) -> str:
     records = read_all(folder.parent)
     for name in comparison_protocol.names():
         parts += _comparison(name, folder, figures, records)
-    for title, about, printed in (
-        ("By the paper's own settings", PAPERS, own_settings.PAPER),
-        ("By their own settings", OTHERS, own_settings.OWN),
+    for title, about, results in (
+        ("By the paper's own settings", PAPERS, printed_results.PAPER),
+        ("By their own settings", OTHERS, printed_results.METHODS),
     ):
-        parts += [f"## {title}", about, _by_own_settings(printed, records)]
+        parts += [f"## {title}", about, _repeated(results, records)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -120,13 +121,13 @@ def _listed(words: Sequence[str]) -> str:
     return ", ".join(words[:-1]) + " and " + words[-1] if len(words) > 1 else words[0]
 
 
-def _by_own_settings(figures: Sequence[own_settings.Figure], records: Sequence[Record]) -> str:
-    """A table of the figures that have records, then a list of the others with the commands that run them."""
-    rows = own_settings.table(figures, records)
-    missing = [figure for figure in figures if not figure.records(records)]
-    parts = [_grid(own_settings.TITLES, rows, words=1)] if rows else []
+def _repeated(results: Sequence[PrintedResult], records: Sequence[Record]) -> str:
+    """A table of the printed results that have records, then a list of the others with the commands that run them."""
+    rows = printed_results.table(results, records)
+    missing = [result for result in results if not result.ours(records)]
+    parts = [_grid(printed_results.TITLES, rows, words=1)] if rows else []
     if missing:
-        lines = [f"- {figure.title} ({figure.printed}): `{figure.command}`" for figure in missing]
+        lines = [f"- {result.title} ({result.printed}): `{result.command}`" for result in missing]
         parts.append(
             "\n".join(["Not run yet, with the printed figure and the words after `deephoyer run`:", "", *lines])
         )
