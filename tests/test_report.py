@@ -131,7 +131,7 @@ def test_matrices_are_halved_where_all_counts_stay_and_tiny_weights_do_not_vanis
     net = models.make("lenet-300-100")
     with torch.no_grad():
         net.fc1.weight[0, :2] = torch.tensor([1e-12, -1e-12])
-    halved = publish.in_halves(net).fc1.weight
+    halved = publish.in_float16(net).fc1.weight
     assert halved.dtype == torch.float16 and (halved[0, :2].float() == torch.tensor([2.0**-24, -(2.0**-24)])).all()
     assert torch.equal(halved != 0, net.fc1.weight != 0)
 
@@ -140,14 +140,14 @@ def test_a_record_says_what_halving_its_matrices_changed(command, runs, monkeypa
     """The run itself measures float32; here halves are so coarse that it shows."""
 
     def coarse(model):
-        halved = in_halves(model)
+        halved = in_float16(model)
         with torch.no_grad():
             for matrix in (p for p in halved.parameters() if p.dim() > 1):
                 matrix.copy_(matrix.to(torch.float8_e5m2))
         return halved
 
-    in_halves = publish.in_halves
-    monkeypatch.setattr(publish, "in_halves", coarse)
+    in_float16 = publish.in_float16
+    monkeypatch.setattr(publish, "in_float16", coarse)
     monkeypatch.setattr(publish, "ROUNDING", 1.0)
     seen = json.loads((runs / "hs0" / "summary.json").read_text())["accuracy"]["finetuned"]
     status, out, _ = command("publish", runs / "hs0")
@@ -307,7 +307,7 @@ def test_a_run_on_a_users_own_images_is_published_without_their_place_and_verifi
     with pytest.raises(find.NetworkMissing):
         find.network(others, "start")
     status, out, _ = command("verify", "results", "data.path=others")
-    assert status == 1 and "the images are others than the run's" in out
+    assert status == 1 and "the images are not those of the run" in out
     status, _, err = command("verify", "data.size=30")
     assert status == 2 and "data.size: it would be another run" in err
 
