@@ -145,7 +145,7 @@ def test_no_dense_networks_are_trained_for_seeds_whose_results_are_kept(tmp_path
     kept = Simulated("lenet-300-100", lambda job: 0.9 - abs(job.value - 1e-4), only=["l1"]).content()
     comparison = Comparison("lenet-300-100", only=["l1"])
     assert comparison.recall(kept) and comparison.next() is None
-    comparison.run_again(comparison.exemplary())
+    comparison.run_again(comparison.jobs_to_publish())
     assert [member.name for member in iter(comparison.next, None)] == ["dense, seed 3"]
 
 
@@ -225,8 +225,8 @@ def test_a_penaltys_strengths_reach_a_decade_to_both_sides_of_its_best_and_choos
         "lenet-300-100", lambda job: 0.9 - abs(math.log10(job.value / 8e-4)) / 100, only=["l1", "SNIP"]
     )
     assert comparison.chosen("l1", 0.0173) == 8e-4
-    assert comparison.around("l1") == [1e-4, 2e-4, 4e-4, 8e-4, 1.6e-3, 3.2e-3, 6.4e-3]
-    assert comparison.around("SNIP") == []
+    assert comparison.strengths_near_best("l1") == [1e-4, 2e-4, 4e-4, 8e-4, 1.6e-3, 3.2e-3, 6.4e-3]
+    assert comparison.strengths_near_best("SNIP") == []
     assert comparison.values("l1", 0.0173) == list(comparison.methods["l1"].values)
     more = [job for job in comparison.jobs() if job.value > 1.6e-3 and job.method == "l1"]
     assert {(job.value, job.size) for job in more} == {(3.2e-3, 0.0173), (6.4e-3, 0.0173)}

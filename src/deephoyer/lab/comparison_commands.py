@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from deephoyer.lab.search_commands import Jobs, Mps, live_table, out, say, told_when_interrupted
+from deephoyer.lab.search_commands import Jobs, Mps, exit_when_interrupted, live_table, out, say
 
 if TYPE_CHECKING:
     from deephoyer.lab.comparison import Comparison, Job
@@ -65,12 +65,12 @@ def compare(
         f"{left:,} epochs are left{f': {hours:.2f} hours' if hours else ''}."
     )
     if not plan:
-        with told_when_interrupted(), live_table() as shown:
-            at_once = jobs or sweeps.default_jobs()
-            show = None if shown is None else lambda busy: shown.update(sweeps.progress_table(busy))
-            devices = [comparison.device] * at_once
+        with exit_when_interrupted(), live_table() as live:
+            parallel = jobs or sweeps.default_jobs()
+            show = None if live is None else lambda busy: live.update(sweeps.progress_table(busy))
+            devices = [comparison.device] * parallel
             words = [comparison.protocol.base, *comparison.overrides]
-            sweeps.run_queue(words, comparison, at_once, devices, show=show, mps=mps, say=say, timed=False)
+            sweeps.run_queue(words, comparison, parallel, devices, show=show, mps=mps, say=say, timed=False)
     if done or stored is not None or not plan:
         out.print(_table(comparison))
     if publish:
@@ -90,7 +90,7 @@ def _unpublished(comparison: Comparison) -> list[Job]:
     from deephoyer.lab.report.record import RESULTS, read_all
 
     published = {(record.digest, record.seed) for record in read_all(RESULTS)}
-    return [job for job in comparison.exemplary() if (comparison.recipe(job).digest(), job.seed) not in published]
+    return [job for job in comparison.jobs_to_publish() if (comparison.recipe(job).digest(), job.seed) not in published]
 
 
 def _publish(comparison: Comparison) -> None:
