@@ -45,7 +45,7 @@ def test_a_tiny_network_goes_through_all_stages_and_resumes(monkeypatch, capsys,
 
 def test_training_that_comes_to_nan_stops_and_keeps_nothing(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(Characters, "scores", lambda self, model: {"score": float("nan")})
-    with pytest.raises(SystemExit, match="not a number any more at step 4"):
+    with pytest.raises(SystemExit, match="the score is NaN at step 4"):
         said(monkeypatch, capsys, Characters, *SHORT, "--out", tmp_path)
     assert not list(tmp_path.glob("*.safetensors"))
 
