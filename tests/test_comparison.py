@@ -102,8 +102,8 @@ def test_the_epochs_of_a_plan_are_those_of_the_recipes(name):
     assert not done and comparison.protocol.epochs.regularize == comparison.training_epochs
     for method, entry in comparison.methods.items():
         for words in comparison.chain(Job(method, entry.values[2], 4, comparison.protocol.middle)):
-            made = comparison._read(words)
-            stages = [s for s in (made.pretrain, made.regularize, made.finetune) if s]
+            settings = comparison._read(words)
+            stages = [s for s in (settings.pretrain, settings.regularize, settings.finetune) if s]
             if (folder := comparison.folder(words)) in runs:
                 assert runs[folder] == sum(s.epochs for s in stages), (method, words)
 
@@ -518,9 +518,9 @@ def test_results_of_another_protocol_are_not_shown(tmp_path, monkeypatch):
 
 
 def test_the_page_of_methods_is_made_from_what_is_kept():
-    made = methods_page.page(ROOT / "results" / "methods", ROOT / "docs" / "figures")
-    assert made == (ROOT / "docs" / "methods.md").read_text(encoding="utf-8"), "stale: run `deephoyer compare all`"
-    assert len(re.findall(r"`deephoyer compare ", made)) == len(comparison_protocol.names())
+    page = methods_page.page(ROOT / "results" / "methods", ROOT / "docs" / "figures")
+    assert page == (ROOT / "docs" / "methods.md").read_text(encoding="utf-8"), "stale: run `deephoyer compare all`"
+    assert len(re.findall(r"`deephoyer compare ", page)) == len(comparison_protocol.names())
 
 
 def test_a_comparison_without_results_is_one_sentence(tmp_path):

@@ -74,8 +74,11 @@ def test_the_networks_that_recipes_start_and_learn_from_are_kept(records):
         for _, words in recipe.read(name).networks():
             if not isinstance(words, str) or is_file(words):
                 continue
-            made = recipe.Command.parse(words).read()
-            assert (made.digest(), made.seed) in kept or recipe.describe(name)["expect"] == "not yet run", (name, words)
+            needed = recipe.Command.parse(words).read()
+            assert (needed.digest(), needed.seed) in kept or recipe.describe(name)["expect"] == "not yet run", (
+                name,
+                words,
+            )
 
 
 def test_a_handful_of_published_records_verify(records):
@@ -86,18 +89,18 @@ def test_a_handful_of_published_records_verify(records):
 
 @pytest.mark.parametrize("name", [name for name in recipe.names() if name != "demo"])  # `make demo` shows its own
 def test_recipes_say_what_their_records_came_to(name, series):
-    made = recipe.read(name)
-    if not isinstance(made.expect, Expect):
+    current = recipe.read(name)
+    if not isinstance(current.expect, Expect):
         return
-    own = series.get(made.digest(), [])
+    own = series.get(current.digest(), [])
     assert own, f"{name} expects something, but there is no record of it"
-    assert made.expect.accuracy == pytest.approx(statistics.fmean(r.measured.accuracy for r in own), abs=3e-4)
-    if made.expect.nonzeros is not None:
-        assert made.expect.nonzeros == pytest.approx(statistics.fmean(r.measured.total.nonzeros for r in own), abs=1)
-    if made.expect.macs is not None:
-        mnist = made.data == "mnist"  # where the paper's counting is what its tables show
+    assert current.expect.accuracy == pytest.approx(statistics.fmean(r.measured.accuracy for r in own), abs=3e-4)
+    if current.expect.nonzeros is not None:
+        assert current.expect.nonzeros == pytest.approx(statistics.fmean(r.measured.total.nonzeros for r in own), abs=1)
+    if current.expect.macs is not None:
+        mnist = current.data == "mnist"  # where the paper's counting is what its tables show
         macs = [r.measured.total.macs_paper if mnist else r.measured.macs_executed for r in own]
-        assert made.expect.macs == pytest.approx(statistics.fmean(macs), rel=1e-3)
+        assert current.expect.macs == pytest.approx(statistics.fmean(macs), rel=1e-3)
 
 
 def test_the_readmes_results_are_those_of_the_records(records):
@@ -129,17 +132,17 @@ def test_the_readmes_table_of_the_demo_is_what_its_recipe_expects():
 
 @pytest.mark.slow
 def test_the_demo_ends_about_where_the_readme_says(tmp_path):
-    found = finish(Run(recipe.read("demo", ["device=cpu"]), tmp_path / "demo").execute())
-    table, sparse, small = demo_table(), found["sparse"]["total"], found["compact"]["total"]
+    summary = finish(Run(recipe.read("demo", ["device=cpu"]), tmp_path / "demo").execute())
+    table, sparse, small = demo_table(), summary["sparse"]["total"], summary["compact"]["total"]
     dense, left, _ = (first_number(cell) for cell in table["nonzero weights"])
     assert sparse["weights"] == dense and sparse["nonzeros"] == pytest.approx(left, rel=0.1)
-    accuracies = [100 * found["accuracy"][stage] for stage in ("dense", "finetuned")]
+    accuracies = [100 * summary["accuracy"][stage] for stage in ("dense", "finetuned")]
     assert accuracies == pytest.approx([first_number(cell) for cell in table["test accuracy"][:2]], abs=0.5)
-    assert found["changed_predictions"] == 0, table["test accuracy"][2]
+    assert summary["changed_predictions"] == 0, table["test accuracy"][2]
     assert small["macs_executed"] == pytest.approx(first_number(table["multiply-accumulates"][2]), rel=0.2)
     sizes = [first_number(cell) for cell in table["file"]]
-    assert [size / 1000 for size in found["files"].values()] == pytest.approx(sizes[1:], rel=0.1)
-    assert found["compact"]["baseline"]["total"]["bytes_dense"] / 1000 == pytest.approx(sizes[0], rel=0.01)
+    assert [size / 1000 for size in summary["files"].values()] == pytest.approx(sizes[1:], rel=0.1)
+    assert summary["compact"]["baseline"]["total"]["bytes_dense"] / 1000 == pytest.approx(sizes[0], rel=0.01)
 
 
 @pytest.mark.parametrize("file", ["README.md", "docs/lessons.md"])
@@ -150,9 +153,9 @@ def test_means_and_spreads_in_prose_are_those_of_records(file, series):
             known.add(spread([100 * r.measured.accuracy for r in own], 2))
             known.add(spread([r.measured.total.nonzeros for r in own], 0))
             known.add(spread([r.measured.total.macs_paper for r in own], 0))
-    found = re.findall(r"[\d,.]+ ± [\d,.]*\d", text(file))
-    assert len(found) >= 4
-    assert set(found) <= known
+    spreads = re.findall(r"[\d,.]+ ± [\d,.]*\d", text(file))
+    assert len(spreads) >= 4
+    assert set(spreads) <= known
 
 
 def spread(values, digits):
@@ -235,15 +238,15 @@ def test_the_readme_says_what_came_of_the_papers_settings(records):
     rows = printed_results.table(printed_results.PAPER, records)
     titles, verdicts = [row[0] for row in rows], [row[4] for row in rows]
     words = {1: "one", 2: "two", 8: "eight", 9: "nine", 10: "ten", 11: "eleven", 12: "twelve"}
-    said = " ".join(text("README.md").split())
+    readme = " ".join(text("README.md").split())
     same = [title for title, verdict in zip(titles, verdicts, strict=True) if verdict == "reproduced"]
     assert (
         f"{words[len(same)]} of the {words[len(rows)]} results that we ran is reproduced, transformed l1 on LeNet-5"
-        in said
+        in readme
     )
     assert same == ["LeNet-5, transformed l1, by the appendix"]
     larger = verdicts[titles.index("LeNet-5, Hoyer-Square, by the appendix")].removesuffix(" times as large")
-    assert f"LeNet-5 with Hoyer-Square, as accurate with {larger} × the weights" in said
+    assert f"LeNet-5 with Hoyer-Square, as accurate with {larger} × the weights" in readme
     ours = {row[0]: row[3].partition(" at ")[0] for row in rows}
     scripts, appendix = (ours[f"LeNet-300-100, Hoyer-Square, by the {reading}"] for reading in ("scripts", "appendix"))
-    assert f"keeps {scripts} weights by the released scripts and {appendix} by the appendix" in said
+    assert f"keeps {scripts} weights by the released scripts and {appendix} by the appendix" in readme
