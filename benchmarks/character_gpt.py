@@ -5,8 +5,8 @@
     python benchmarks/character_gpt.py --out results/bench/character-gpt --table
     python benchmarks/character_gpt.py --out results/bench/character-gpt --page docs/transformers.md
 
-Data is a text file that you give; the last tenth of it is for validation, and strengths are chosen on that, too. What
-is done in which order is in `trained_transformers.py`.
+The data are a text file of yours; the last tenth of it is for validation, on which strengths are chosen, too. The
+stages are in `trained_transformers.py`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Sizes(trained_transformers.Sizes):
 
 
 class Characters(trained_transformers.Task):
-    """What comes next, at each place of windows of a text."""
+    """The next character at each position of a window of text."""
 
     sizes_type = Sizes
     brief = Sizes(3, 2, 16, 8, 0.1, 1e-3, 5e-4, 6, 4, 4, 1, 4, length=8, check_batches=2)
@@ -48,14 +48,14 @@ class Characters(trained_transformers.Task):
 
     def __init__(self, data: Path | None, sizes: Sizes, device: str, brief: bool = False):
         if data is None and not brief:
-            raise SystemExit("Which text? Give a file.")
+            raise SystemExit("Give a text file.")
         text = "to be or not to be, that is the question: " * 60 if data is None else data.read_text()
         self.sizes, self.device = sizes, device
         self.characters = sorted(set(text))
         number = {c: i for i, c in enumerate(self.characters)}
-        every = torch.tensor([number[c] for c in text], dtype=torch.long, device=device)
-        cut = int(0.9 * len(every))
-        self.train, self.validation = every[:cut], every[cut:]
+        numbers = torch.tensor([number[c] for c in text], dtype=torch.long, device=device)
+        cut = int(0.9 * len(numbers))
+        self.train, self.validation = numbers[:cut], numbers[cut:]
 
     def fresh(self) -> nn.Module:
         s = self.sizes
@@ -74,10 +74,10 @@ class Characters(trained_transformers.Task):
                 yield (part[starts + window],)
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
-        (found,) = batch
+        (windows,) = batch
         with self.autocast():
-            logits = model(found[:, :-1])
-        return functional.cross_entropy(logits.float().flatten(0, 1), found[:, 1:].flatten())
+            logits = model(windows[:, :-1])
+        return functional.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten())
 
     @torch.no_grad()
     def scores(self, model: nn.Module) -> dict[str, float]:

@@ -5,9 +5,8 @@
     python benchmarks/cifar_vit.py --out results/bench/cifar-vit --table
     python benchmarks/cifar_vit.py --out results/bench/cifar-vit --page docs/transformers.md
 
-Data is the folder with CIFAR-10's six binary files, by default where `deephoyer data cifar10` puts them. 5,000 training
-images are held out, and strengths are chosen on them; scores are test accuracies. What is done in which order is in
-`trained_transformers.py`.
+The data are the folder with CIFAR-10's six binary files, by default where `deephoyer data cifar10` puts them. Strengths
+are chosen on 5,000 held-out training images; scores are test accuracies. The stages are in `trained_transformers.py`.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class Sizes(trained_transformers.Sizes):
 
 
 class ViT(nn.Module):
-    """Patches with learned places, blocks, the mean over places, a classifier."""
+    """Patches with learned positions, blocks, the mean over positions, a classifier."""
 
     def __init__(self, sizes: Sizes, side: int = 32, classes: int = 10):
         super().__init__()
@@ -69,7 +68,7 @@ class ViT(nn.Module):
 
 
 class Photographs(trained_transformers.Task):
-    """CIFAR-10 whole on the device; a batch is which images, how far each is moved and whether it is flipped."""
+    """All of CIFAR-10 on the device; a batch says which images, how far each is shifted, and whether it is flipped."""
 
     sizes_type = Sizes
     brief = Sizes(3, 2, 16, 8, 0.1, 1e-3, 5e-4, 6, 4, 4, 1, 4, patch=8)

@@ -1,13 +1,13 @@
-"""What compaction gives: measured speed-up against MAC reduction for ResNet-56, next to torch-pruning's; and joints.
+"""What compaction gains: the speed-up and the MAC reduction of ResNet-56, by us and by torch-pruning; and joints.
 
     python benchmarks/compaction.py --out results/bench/compaction-cpu.json
 
-Half of the coupled channels of a ResNet-56 are zeroed, then taken out twice: by `deephoyer.compact`, which finds
-the dead channels itself, and by torch-pruning, which is told the same indices. Weights are random, for only shapes
-matter to time; batch norms have random statistics, so that a channel removed wrongly shows in the outputs. A second
-network has filters and input channels dead in each layer by itself, as per-layer Group-HS leaves them. All networks
-of a table take turns, call by call, in this one run. Two threads that wait for each other suffer when other programs
-run: a table is measured again, a few times, while those take more than --others of the processors.
+Half of the coupled channels of a ResNet-56 are zeroed, then removed twice: by `deephoyer.compact`, which finds the dead
+channels itself, and by torch-pruning, which is given their indices. Weights are random, as only shapes matter to time;
+batch norms have random statistics, so that a wrongly removed channel changes the outputs. In a second network, filters
+and input channels are dead layer by layer, as per-layer Group-HS leaves them. The networks of a table are timed in
+turns, call by call. Other programs would disturb two threads that wait for each other: while these use more than
+--others of the processors, a table is measured again, up to twelve times.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from deephoyer.counting import count
 from deephoyer.lab.models import input_shape, make
 from deephoyer.lab.models.pad_shortcut import PadShortcut
 from deephoyer.latency import Latency, measure
-from measuring import show, words, write
+from measuring import make_parser, show, write
 
 MODEL = "resnet-56"
 BATCHES = (64, 1)
 THEIRS = {name: version(name) for name in ("torch-pruning",) if importlib.util.find_spec("torch_pruning")}
-"""Its version, where it is installed; else its side is left out."""
+"""Its version, if it is installed; otherwise its side is left out."""
 
 
 def network(shortcut: str) -> nn.Module:
@@ -57,8 +57,8 @@ def dead_filters(model: nn.Module) -> dict[str, list[int]]:
     return {n: torch.nonzero(~m.weight.flatten(1).any(1)).flatten().tolist() for n, m in convolutions.items()}
 
 
-def by_torch_pruning(model: nn.Module, x: Tensor, told: bool) -> nn.Module:
-    """The network without its dead channels, by torch-pruning's graph; `told` explains the padded shortcut to it."""
+def by_torch_pruning(model: nn.Module, x: Tensor, explained: bool) -> nn.Module:
+    """The network without its dead channels, by torch-pruning's graph, with the padded shortcut explained or not."""
     import torch_pruning as tp
 
     class PadPruner(tp.BasePruningFunc):
@@ -80,8 +80,8 @@ def by_torch_pruning(model: nn.Module, x: Tensor, told: bool) -> nn.Module:
 
     dead = dead_filters(model)
     small = copy.deepcopy(model)
-    help_ = {PadShortcut: PadPruner()} if told else {}
-    graph = tp.DependencyGraph().build_dependency(small, x, customized_pruners=help_)
+    pruners = {PadShortcut: PadPruner()} if explained else {}
+    graph = tp.DependencyGraph().build_dependency(small, x, customized_pruners=pruners)
     # One convolution of each coupled set: the stem and the first of each later stage, and every inner one.
     first = ["conv1", "layer2.0.conv2", "layer3.0.conv2", *(n for n in dead if n.endswith(".conv1"))]
     for name in first:
@@ -99,7 +99,7 @@ def difference(model: nn.Module, small: nn.Module) -> float:
 
 
 class Others:
-    """The share of the processors' time that went to other programs, from here on; 0 where the system does not say."""
+    """Measures the share of the processors' time that other programs use; 0 if the system does not say."""
 
     def __init__(self) -> None:
         self.start = self._now()
@@ -120,7 +120,7 @@ class Others:
 
 
 def timed(models: list[nn.Module], x: Tensor, seconds: float, most: float) -> tuple[list[list[Latency]], float]:
-    """Latencies, and the share of other programs: of the first try in which that is small, or the best of twelve."""
+    """Latencies, and the share of other programs: of the first try in which it is small, or the best of twelve."""
     tries = []
     for _ in range(12):
         others = Others()
@@ -128,11 +128,11 @@ def timed(models: list[nn.Module], x: Tensor, seconds: float, most: float) -> tu
         if tries[-1][1] <= most:
             break
         time.sleep(seconds)
-    return min(tries, key=lambda found: found[1])
+    return min(tries, key=lambda attempt: attempt[1])
 
 
 def compare(networks: dict[str, nn.Module], x: Tensor, seconds: float, most: float) -> tuple[dict[str, Any], float]:
-    """Counts, outputs and times of networks; the first is what the others are compared to."""
+    """Counts, outputs and times of networks, each compared with the first one."""
     whole, *_ = networks.values()
     latencies, others = timed(list(networks.values()), x, seconds, most)
     record: dict[str, Any] = {}
@@ -158,32 +158,32 @@ def coupled(shortcut: str, x: Tensor, seconds: float, most: float) -> dict[str, 
     dh.prune(model, dh.Density(0.5), groups=groups)
     networks = {"masked": model, "deephoyer": dh.compact(model, x, groups=groups)}
     if THEIRS:
-        networks["torch-pruning"] = by_torch_pruning(model, x, told=True)
-    found, others = compare(networks, x, seconds, most)
-    record: dict[str, Any] = {"networks": found, "other_programs": others}
+        networks["torch-pruning"] = by_torch_pruning(model, x, explained=True)
+    compared, others = compare(networks, x, seconds, most)
+    record: dict[str, Any] = {"networks": compared, "other_programs": others}
     if shortcut == "pad" and THEIRS:
         record["untold"] = untold(model, x)
     return record
 
 
 def untold(model: nn.Module, x: Tensor) -> str:
-    """What comes of torch-pruning's own reading of the padded shortcut."""
+    """What torch-pruning does if the padded shortcut is not explained to it."""
     try:
-        small = by_torch_pruning(model, x, told=False)
+        small = by_torch_pruning(model, x, explained=False)
         return f"outputs differ by {difference(model, small):.1e} of their scale"
     except Exception as why:
         return f"fails: {type(why).__name__}: {why}"
 
 
 def joints(x: Tensor, seconds: float, most: float) -> dict[str, Any]:
-    """Filters and channels dead in each layer by itself: what is executed without joints and with them."""
+    """Filters and channels that are dead in one layer only: what is executed without joints and with them."""
     model = network("pad")
     dh.prune(model, dh.Density(0.7), groups="filters+channels", parameters="layer*.conv*")
     networks = {"masked": model}
     networks |= {f"joints {kind}": dh.compact(model, x, joints=kind) for kind in ("none", "gather")}
-    found, others = compare(networks, x, seconds, most)
+    compared, others = compare(networks, x, seconds, most)
     paper = count(model, x)[1].macs_paper
-    record: dict[str, Any] = {"macs_paper": paper, "networks": found, "other_programs": others}
+    record: dict[str, Any] = {"macs_paper": paper, "networks": compared, "other_programs": others}
     plain, gathered = (record["networks"][f"joints {kind}"] for kind in ("none", "gather"))
     record["gather_saves"] = {
         "macs": 1 - gathered["macs"] / plain["macs"],
@@ -195,17 +195,17 @@ def joints(x: Tensor, seconds: float, most: float) -> dict[str, Any]:
 def rows(networks: dict[str, Any]) -> list[list[str]]:
     times = [f"ms, batch {n}" for n in BATCHES]
     faster = [f"faster, batch {n}" for n in BATCHES]
-    made = [["network", "parameters", "MACs", "fewer MACs", *times, *faster, "outputs differ by"]]
+    table = [["network", "parameters", "MACs", "fewer MACs", *times, *faster, "outputs differ by"]]
     for name, r in networks.items():
         ms = [f"{t['median_ms']:.2f} ({t['low_ms']:.2f}–{t['high_ms']:.2f})" for t in r["latency"]]
         ratios = [f"{ratio:.2f}×" for ratio in r["faster"].values()]
         counts = [f"{r['parameters']:,}", f"{r['macs']:,}", f"{r['fewer_macs']:.2f}×"]
-        made.append([name, *counts, *ms, *ratios, f"{r['difference']:.1e}"])
-    return made
+        table.append([name, *counts, *ms, *ratios, f"{r['difference']:.1e}"])
+    return table
 
 
 def main() -> None:
-    parser = words(__doc__, device=False)
+    parser = make_parser(__doc__, device=False)
     parser.add_argument("--seconds", type=float, default=6.0, help="time for each table and batch size")
     parser.add_argument("--others", type=float, default=0.03, help="largest CPU load of other processes, as a share")
     parser.add_argument("--threads", type=int, default=2)
@@ -219,22 +219,22 @@ def main() -> None:
         "versions": {"deephoyer": dh.__version__, "torch": torch.__version__} | THEIRS,
     }
     for shortcut in ("pad", "conv"):
-        record[f"coupled, {shortcut}"] = found = coupled(shortcut, x, chosen.seconds, chosen.others)
-        notes = [f"other programs took {found['other_programs']:.1%} of the processors"]
+        record[f"coupled, {shortcut}"] = result = coupled(shortcut, x, chosen.seconds, chosen.others)
+        notes = [f"other programs took {result['other_programs']:.1%} of the processors"]
         if not THEIRS:
             notes.append("torch-pruning is not installed; its side is left out")
-        if told := found.get("untold"):
-            notes.append(f"torch-pruning without being told what the padded shortcut does: {told}")
-        show(f"{MODEL}, shortcut {shortcut}: half of the coupled channels removed", rows(found["networks"]), notes)
-    record["joints"] = found = joints(x, chosen.seconds, chosen.others)
-    saves = found["gather_saves"]
+        if outcome := result.get("untold"):
+            notes.append(f"torch-pruning without an explanation of the padded shortcut: {outcome}")
+        show(f"{MODEL}, shortcut {shortcut}: half of the coupled channels removed", rows(result["networks"]), notes)
+    record["joints"] = result = joints(x, chosen.seconds, chosen.others)
+    saves = result["gather_saves"]
     shares = ", ".join(f"{share:.1%} of the time at batch {size}" for size, share in saves["time"].items())
     notes = [
-        f"other programs took {found['other_programs']:.1%} of the processors",
-        f"MACs as the paper counts them: {found['macs_paper']:,}",
+        f"other programs took {result['other_programs']:.1%} of the processors",
+        f"MACs as the paper counts them: {result['macs_paper']:,}",
         f"gathering saves {saves['macs']:.1%} of the MACs and {shares}",
     ]
-    show(f"{MODEL}: 70 % of filters and of channels kept, layer by layer", rows(found["networks"]), notes)
+    show(f"{MODEL}: 70 % of filters and of channels kept, layer by layer", rows(result["networks"]), notes)
     write(chosen.out, record)
 
 

@@ -1,16 +1,16 @@
-"""Seconds an epoch through `deephoyer run`: LeNet-300-100, LeNet-5 and ResNet-56, with and without the regularizer.
+"""Seconds per epoch of `deephoyer run`: LeNet-300-100, LeNet-5 and ResNet-56, with and without the regularizer.
 
     python benchmarks/epochs.py --device cuda --out results/bench/epochs-cuda.json
     python benchmarks/epochs.py --device cuda --cases none --together 4 --out results/bench/together-cuda.json
     python benchmarks/epochs.py --device cuda --cases none --matrix 128 256 512 --images 12800 --out matrix.json
 
-MNIST is the real one; ResNet-56 trains on noise in CIFAR-10's shape (50,000 images, batch 128), which takes the
-same time; on CUDA its blocks are compiled, and `resnet-56-eager` is the same without. LeNet-300-100 also gets the
-time of the paper's 250 regularized epochs, which is 250 × the median. With --together N, a sweep of N strengths of
-ResNet-56 is timed against one run by their steady epochs: the median of all but each run's first, which has the start,
-the compilation and the capture in it. N at once take that long for N epochs, one of each network. With --matrix, an
-epoch of ResNet-56 at each batch size, blocks compiled and not, with a ResNet-110 as the teacher (asked in every step)
-and without; the second batch size also four at once. Fewer --images are scaled to 50,000.
+The LeNets train on MNIST; ResNet-56 trains on noise in CIFAR-10's shape (50,000 images, batch 128), which takes the
+same time. On CUDA its blocks are compiled; `resnet-56-eager` is the same without. For LeNet-300-100 the time of the
+paper's 250 regularized epochs is 250 × the median. --together N compares a sweep of N strengths of ResNet-56 with a
+single run: the median of all epochs but each run's first, which includes start, compilation and capture. --matrix times
+an epoch of ResNet-56 at each batch size, with compiled blocks and without, with a ResNet-110 as the teacher (run in
+every step) and without; at the second batch size also four runs in parallel. Times of fewer --images are scaled to
+50,000.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from deephoyer.lab.data import DATASETS, Dataset
 from deephoyer.lab.runs.checkpoint import write_tensors
 from deephoyer.lab.schema import Recipe
 from deephoyer.lab.train.run import Run
-from measuring import machine, show, words, write
+from measuring import machine, make_parser, show, write
 
 ADAM = {"optimizer": "adam", "lr": 1e-3}
 SGD = {"optimizer": "sgd", "lr": 0.1, "weight_decay": 1e-4}
@@ -61,7 +61,7 @@ CIFAR = 50_000
 
 @cache
 def noise(images: int = CIFAR) -> Dataset:
-    """random images in CIFAR-10's shape: so many to train on, a fifth of that for the test"""
+    """random images in CIFAR-10's shape: this number for training, a fifth of it for testing"""
     g = torch.Generator().manual_seed(0)
     x = torch.randint(0, 256, (images + images // 5, 3, 32, 32), dtype=torch.uint8, generator=g)
     y = torch.randint(0, 10, (len(x),), generator=g)
@@ -72,13 +72,13 @@ def noise(images: int = CIFAR) -> Dataset:
 DATASETS.add("noise", noise)
 
 
-def usual(device: str) -> list[str]:
-    """All on CUDA; on a CPU nobody waits for the ResNets."""
+def default_cases(device: str) -> list[str]:
+    """All on CUDA; on a CPU the ResNets would take too long."""
     return [case for case in CASES if device == "cuda" or not case.startswith("resnet")]
 
 
 def recipe(case: str, device: str, epochs: int, bare_epochs: int | None = None) -> Recipe:
-    """Two stages of training; a network that learned noise has nothing to say which of its weights it needs."""
+    """Two stages of training, without pruning: a network that learned noise needs none of its weights."""
     base, training, penalty = CASES[case]
     fast = CUDA.get(case, {}) if device == "cuda" else {}
     stages = {
@@ -91,44 +91,44 @@ def recipe(case: str, device: str, epochs: int, bare_epochs: int | None = None) 
 
 
 def times(case: str, device: str, epochs: int) -> dict[str, float]:
-    """Median seconds an epoch, the first (with its warm-up and capture) left out; evaluation included."""
+    """Median seconds per epoch, evaluation included, without the first epoch, which has the warm-up and the capture."""
     with tempfile.TemporaryDirectory() as folder:
         run = Run(recipe(case, device, epochs), folder).execute()
         lines = run.folder.metrics()
     seconds = {s: [x["seconds"] for x in lines if x["stage"] == s][1:] for s in ("pretrain", "regularize")}
     bare, penalised = (statistics.median(seconds[s]) for s in ("pretrain", "regularize"))
-    found = {"without": bare, "with": penalised, "share of the regularizer": (penalised - bare) / penalised}
+    medians = {"without": bare, "with": penalised, "share of the regularizer": (penalised - bare) / penalised}
     if case == "lenet-300-100" and len(seconds["regularize"]) >= 5:
-        found[f"{PAPER_EPOCHS} epochs at the median"] = PAPER_EPOCHS * penalised
-    return found
+        medians[f"{PAPER_EPOCHS} epochs at the median"] = PAPER_EPOCHS * penalised
+    return medians
 
 
 def rows(record: dict[str, Any]) -> list[list[str]]:
-    made = [["an epoch", "without", "with the regularizer", "its share"]]
+    table = [["an epoch", "without", "with the regularizer", "its share"]]
     for case in CASES:
         if case in record:
-            each = record[case]
-            both = (f"{each[key]:.3f} s" for key in ("without", "with"))
-            made.append([case, *both, f"{each['share of the regularizer']:.1%}"])
-    return made
+            medians = record[case]
+            both = (f"{medians[key]:.3f} s" for key in ("without", "with"))
+            table.append([case, *both, f"{medians['share of the regularizer']:.1%}"])
+    return table
 
 
-# Several at once
+# Several runs in parallel
 
 
 def together(
     count: int, device: str, epochs: int, mps: bool = True, case: str = "resnet-56-eager", changes: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Seconds of a steady epoch, alone and `count` at once, and the wall clock of both sweeps."""
-    said: list[str] = []
+    """Seconds of a steady epoch, of one run alone and of `count` in parallel, and the wall clock of both sweeps."""
+    messages: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / f"{case}.yaml"
         file.write_text(recipe(case, device, epochs, bare_epochs=0).to_yaml())
-        one, one_wall = _sweep(file, changes, 1, mps, said)
-        many, many_wall = _sweep(file, changes, count, mps, said)
+        one, one_wall = _sweep(file, changes, 1, mps, messages)
+        many, many_wall = _sweep(file, changes, count, mps, messages)
     return {
         "networks": count,
-        "notes": [line for line in said if "regularize.strength=" not in line],  # not that runs start and end
+        "notes": [line for line in messages if "regularize.strength=" not in line],  # not that runs start and end
         "one: seconds an epoch": one,
         "at once: seconds an epoch": many,
         "at once: seconds an epoch and network": many / count,
@@ -138,18 +138,18 @@ def together(
     }
 
 
-def _sweep(file: Path, changes: Sequence[str], count: int, mps: bool, said: list[str]) -> tuple[float, float]:
+def _sweep(file: Path, changes: Sequence[str], count: int, mps: bool, messages: list[str]) -> tuple[float, float]:
     strengths = ",".join(f"{i + 1}e-4" for i in range(count))
     runs = sweep.grid_runs(str(file), changes, [f"regularize.strength={strengths}"], file.parent / str(count))
     began = time.monotonic()
     program = [sys.executable, str(Path(__file__).resolve())]
-    sweep.run_all(str(file), changes, runs, count, None, mps=mps, say=said.append, program=program)
+    sweep.run_all(str(file), changes, runs, count, None, mps=mps, say=messages.append, program=program)
     wall = time.monotonic() - began
     seconds: list[float] = []
-    for each in runs:
-        if each.status != 0:
-            raise UserError(f"a run of the sweep failed: {each.log_tail()}")
-        lines = (each.folder / "metrics.jsonl").read_text().splitlines()
+    for run in runs:
+        if run.status != 0:
+            raise UserError(f"a run of the sweep failed: {run.log_tail()}")
+        lines = (run.folder / "metrics.jsonl").read_text().splitlines()
         seconds += [json.loads(line)["seconds"] for line in lines[1:]]
     return statistics.median(seconds), wall
 
@@ -158,10 +158,10 @@ def _sweep(file: Path, changes: Sequence[str], count: int, mps: bool, said: list
 
 
 def matrix(
-    device: str, batches: Sequence[int], images: int, epochs: int, at_once: int, mps: bool
+    device: str, batches: Sequence[int], images: int, epochs: int, parallel: int, mps: bool
 ) -> list[dict[str, Any]]:
     """Seconds of a steady epoch of all training images, by batch size, compiled blocks and a teacher."""
-    found: list[dict[str, Any]] = []
+    cases: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         teacher = Path(folder) / "teacher.safetensors"
         write_tensors(teacher, models.make("resnet-110").state_dict())
@@ -172,38 +172,38 @@ def matrix(
             words += [f"distill={{teachers: [{{file: {teacher}, model: resnet-110}}]}}"] if taught else []
             case = {"batch": batch, "blocks": blocks, "teacher": taught}
             scale = CIFAR / images
-            with tempfile.TemporaryDirectory() as place:
-                lines = Run(recipes.read(str(file), words), place).execute().folder.metrics()
+            with tempfile.TemporaryDirectory() as run_folder:
+                lines = Run(recipes.read(str(file), words), run_folder).execute().folder.metrics()
             case["alone"] = scale * statistics.median(line["seconds"] for line in lines[1:])
-            if at_once and batch == batches[min(1, len(batches) - 1)]:
-                seconds, _ = _sweep(file, words, at_once, mps, [])
-                case["at once, each"] = scale * seconds / at_once
-            found.append(case)
-            print(json.dumps(case), flush=True)  # what there is when the time is up
-    return found
+            if parallel and batch == batches[min(1, len(batches) - 1)]:
+                seconds, _ = _sweep(file, words, parallel, mps, [])
+                case["at once, each"] = scale * seconds / parallel
+            cases.append(case)
+            print(json.dumps(case), flush=True)  # so that an interrupted benchmark has results
+    return cases
 
 
-def matrix_rows(found: Sequence[dict[str, Any]], at_once: int) -> list[list[str]]:
-    table = [["batch", "blocks", "teacher", "alone", f"{at_once} at once, each"]]
-    for case in found:
+def matrix_rows(cases: Sequence[dict[str, Any]], parallel: int) -> list[list[str]]:
+    table = [["batch", "blocks", "teacher", "alone", f"{parallel} at once, each"]]
+    for case in cases:
         many = f"{case['at once, each']:.3f} s" if "at once, each" in case else ""
         kinds = ["compiled" if case["blocks"] == "blocks" else "eager", "asked" if case["teacher"] else "none"]
         table.append([str(case["batch"]), *kinds, f"{case['alone']:.3f} s", many])
     return table
 
 
-def together_rows(found: dict[str, Any]) -> list[list[str]]:
-    n = found["networks"]
-    alone, each = found["one: seconds an epoch"], found["at once: seconds an epoch and network"]
+def together_rows(times: dict[str, Any]) -> list[list[str]]:
+    n = times["networks"]
+    alone, each = times["one: seconds an epoch"], times["at once: seconds an epoch and network"]
     return [
-        ["", "a network", "÷ alone", "wall clock, start and all"],
-        ["alone", f"{alone:.3f} s", "1.00", f"{found['one: wall clock']:.1f} s"],
-        [f"{n} at once", f"{each:.3f} s", f"{each / alone:.2f}", f"{found['at once: wall clock']:.1f} s"],
+        ["", "a network", "÷ alone", "wall clock, with the start"],
+        ["alone", f"{alone:.3f} s", "1.00", f"{times['one: wall clock']:.1f} s"],
+        [f"{n} at once", f"{each:.3f} s", f"{each / alone:.2f}", f"{times['at once: wall clock']:.1f} s"],
     ]
 
 
 def main() -> None:
-    parser = words(__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--cases", help="comma-separated, or none; default: all, on a CPU the LeNets")
     parser.add_argument(
         "--epochs", type=int, help="epochs of each stage; default: 12 for the LeNets, 4 for the ResNets"
@@ -218,7 +218,7 @@ def main() -> None:
     if chosen.together and chosen.device != "cuda":
         parser.error("--together needs a GPU for the runs to share")
     record: dict[str, Any] = {"machine": machine(chosen.device)}
-    cases = chosen.cases.split(",") if chosen.cases else usual(chosen.device)
+    cases = chosen.cases.split(",") if chosen.cases else default_cases(chosen.device)
     count = 2 if chosen.brief else chosen.epochs
     for case in cases if cases != ["none"] else []:
         if case not in CASES:
@@ -228,15 +228,15 @@ def main() -> None:
     if len(record) > 1:
         show("through `deephoyer run`", rows(record))
     if chosen.together and not chosen.matrix:
-        record["together"] = found = together(
+        record["together"] = times_together = together(
             chosen.together, chosen.device, count or EPOCHS["resnet-56"], mps=not chosen.no_mps
         )
-        show("a steady epoch of ResNet-56", together_rows(found), found["notes"])
+        show("a steady epoch of ResNet-56", together_rows(times_together), times_together["notes"])
     if chosen.matrix:
-        at_once = (chosen.together or 4) if chosen.device == "cuda" else 0
-        options = (chosen.device, chosen.matrix, chosen.images, count or 3, at_once, not chosen.no_mps)
+        parallel = (chosen.together or 4) if chosen.device == "cuda" else 0
+        options = (chosen.device, chosen.matrix, chosen.images, count or 3, parallel, not chosen.no_mps)
         record["matrix"] = matrix(*options)
-        show("a steady epoch of ResNet-56", matrix_rows(record["matrix"], at_once), words=3)
+        show("a steady epoch of ResNet-56", matrix_rows(record["matrix"], parallel), words=3)
     write(chosen.out, record)
 
 

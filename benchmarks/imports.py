@@ -1,9 +1,9 @@
-"""What importing costs, in seconds of CPU time: torch, all public names on top of it, and commands that need no torch.
+"""What importing costs, in seconds of CPU time: torch, all public names after it, and commands that need no torch.
 
     python benchmarks/imports.py
 
-Each is the least of several fresh processes. They find bytecode on disk, as `pip install` leaves it; what our names
-take where there is none, and all files are compiled first, is the line after theirs.
+Each number is the minimum of several fresh processes, with bytecode on disk as after `pip install`. The line after our
+names is the time that they take without bytecode, when all files have to be compiled.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import subprocess
 import sys
 from typing import Any
 
-from measuring import machine, show, words, write
+from measuring import machine, make_parser, show, write
 
 TIMED = """
 import sys, time
@@ -29,13 +29,13 @@ NO_BYTECODE = "sys.dont_write_bytecode, sys.pycache_prefix = True, '/nowhere'"
 
 def seconds(first: str, second: str, times: int) -> tuple[float, float]:
     """CPU seconds of two pieces of code, one after the other in a fresh process."""
-    found = []
-    for _ in range(times + 1):  # the first one writes the bytecode; to be brief, it is the only one
+    pairs = []
+    for _ in range(times + 1):  # the first one writes the bytecode; with --brief it is the only one
         code = TIMED.format(first=first, second=second)
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         a, b = done.stderr.strip().splitlines()[-1].split()
-        found.append((float(a), float(b)))
-    return min(a for a, _ in found), min(b for _, b in found)
+        pairs.append((float(a), float(b)))
+    return min(a for a, _ in pairs), min(b for _, b in pairs)
 
 
 def command(*words: str) -> str:
@@ -60,7 +60,7 @@ def measured(times: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    chosen = words(__doc__, device=False).parse_args()
+    chosen = make_parser(__doc__, device=False).parse_args()
     record = measured(0 if chosen.brief else 5)
     lines = [[what, f"{value:.3f} s", f"{value / record['import torch']:.3f}"] for what, value in record.items()]
     show("CPU time of importing", [["", "takes", "÷ import torch"], *lines])

@@ -1,12 +1,12 @@
-"""Images a second from JPEG files to a trained network, against the same training step on images already on the device.
+"""Images per second from JPEG files to a trained network, compared with training on images already on the device.
 
     python benchmarks/input_pipeline.py --device cuda --workers 16 --out results/bench/input-cuda.json
 
-The files are made for it: 500 × 375 pixels, about 110 kB, as ImageNet's usually are; a few dozen different ones under
-many names, so that they come from memory and not from the disk. Four rates: one core that decodes, crops and flips;
-reading alone (all workers, and handing over), training alone (one batch that lies on the device, again and again), and
-training on what is read. Where the last is far below the third, the first two say whether reading bounds it, and if so
-whether more cores would help. It ends within `--seconds`, compiling not counted, and prints each rate when it is known.
+The files are generated: 500 × 375 pixels, about 110 kB, like most of ImageNet's; a few dozen different ones under many
+names, so that they come from memory and not from the disk. Four rates: one core that decodes, crops and flips; reading
+alone (all workers, with the transfer); training alone (always the same batch, on the device); and training on what is
+read. If the last is far below the third, the first two say whether reading limits it, and whether more cores would
+help. It ends within `--seconds`, without compiling, and prints each rate as soon as it is known.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from deephoyer.lab.train.batches import Batch, Streamed
 from deephoyer.lab.train.objective import Objective
 from deephoyer.lab.train.optim import make_optimizer
 from deephoyer.lab.train.step import PlainStep
-from measuring import machine, show, words, write
+from measuring import machine, make_parser, show, write
 
 CLASSES, DIFFERENT, QUALITY = 10, 40, 87
 STEPS = 2000
-"""Of an epoch: more than usually fit into the time."""
+"""The length of an epoch: more steps than usually fit into the time."""
 SHARES = {"one core": 0.05, "reading alone": 0.2, "training alone": 0.15, "training on what is read": 0.25}
-"""Of the time that is given; the rest goes into making files, starting workers and warming up."""
+"""Shares of the total time; the rest is for making files, starting workers and warming up."""
 
 
 def make_files(root: Path, count: int) -> int:
-    """So many training images in class folders, most of them the same file by another name; gives their mean size."""
+    """Training images in class folders, most of them another name of the same file; returns their mean size."""
     random = np.random.default_rng(0)
     different: list[Path] = []
     for i in range(count):
@@ -101,9 +101,9 @@ def measured(model: str, size: int, batch: int, workers: int, device: str, secon
     place = torch.device(device)
     with tempfile.TemporaryDirectory() as root:
         file_size = make_files(Path(root), images)
-        made = folder(root, size, workers=workers)
-        assert isinstance(made, Streaming)
-        source = made.to(place)
+        images_on_disk = folder(root, size, workers=workers)
+        assert isinstance(images_on_disk, Streaming)
+        source = images_on_disk.to(place)
         job = recipe(model, device, batch, compiled)
         network = models.of(job.model).to(place)
         if job.channels_last:
@@ -118,11 +118,11 @@ def measured(model: str, size: int, batch: int, workers: int, device: str, secon
         cropped = itertools.cycle(Request("train", range(i, i + 8), seed=0) for i in range(0, images - 8, 8))
         read = source._reader.__getitem__
         threads = torch.get_num_threads()
-        found: dict[str, float] = {}
+        rates: dict[str, float] = {}
 
         def timed(name: str, call: Any, images: int, where: torch.device, warm_up: int) -> None:
-            found[name] = rate(call, images, where, SHARES[name] * seconds, warm_up)
-            print(f"{name}: {found[name]:,.0f} images a second", flush=True)
+            rates[name] = rate(call, images, where, SHARES[name] * seconds, warm_up)
+            print(f"{name}: {rates[name]:,.0f} images per second", flush=True)
 
         torch.set_num_threads(1)  # as in a worker
         timed("one core", lambda: read(next(cropped)), 8, torch.device("cpu"), 1)
@@ -131,11 +131,11 @@ def measured(model: str, size: int, batch: int, workers: int, device: str, secon
         timed("reading alone", lambda: next(reading), batch, place, workers)
         timed("training on what is read", lambda: step._step(next(reading)), batch, place, workers)
         reading.close()
-    return found, file_size
+    return rates, file_size
 
 
 def main() -> None:
-    parser = words(__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--model", default="resnet-50")
     parser.add_argument("--size", type=int, default=224)
     parser.add_argument("--batch", type=int, default=256)
@@ -148,26 +148,26 @@ def main() -> None:
         chosen.images, chosen.batch = min(chosen.images, 64), min(chosen.batch, 4)
         chosen.size, chosen.seconds = min(chosen.size, 64), 1.0
     settings = [getattr(chosen, key) for key in ("model", "size", "batch", "workers", "device", "seconds", "images")]
-    found, file_size = measured(*settings, compiled=chosen.compile)
-    alone, both = found["training alone"], found["training on what is read"]
+    rates, file_size = measured(*settings, compiled=chosen.compile)
+    alone, both = rates["training alone"], rates["training on what is read"]
     cores = min(chosen.workers or 1, len(os.sched_getaffinity(0)))
-    most = found["one core"] * cores
-    reading = f"reading: {cores} cores × {found['one core']:,.0f} JPEGs a second are {most:,.0f} at most"
-    bound = reading if found["reading alone"] < 1.1 * alone else "neither reading nor training alone"
+    most = rates["one core"] * cores
+    reading = f"reading: {cores} cores × {rates['one core']:,.0f} JPEGs per second are {most:,.0f} at most"
+    bound = reading if rates["reading alone"] < 1.1 * alone else "neither reading nor training alone"
     notes = [
         f"training on what is read reaches {both / alone:.0%} of training alone"
         + f"; bounded by {'training' if both >= 0.85 * alone else bound}",
         f"{chosen.model}, {chosen.size} px, batch {chosen.batch}, {chosen.workers} workers, "
         f"files of {file_size:,} bytes",
     ]
-    titles = ["", "images a second", "÷ training alone"]
-    table = [titles, *([name, f"{value:,.0f}", f"{value / alone:.2f}"] for name, value in found.items())]
+    titles = ["", "images per second", "÷ training alone"]
+    table = [titles, *([name, f"{value:,.0f}", f"{value / alone:.2f}"] for name, value in rates.items())]
     show("from files to a trained network", table, notes)
     write(
         chosen.out,
         {
             "machine": machine(chosen.device),
-            "rates": found,
+            "rates": rates,
             "ratio": both / alone,
             "settings": {k: v for k, v in vars(chosen).items() if k != "out"},
         },

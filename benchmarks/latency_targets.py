@@ -1,4 +1,4 @@
-"""Times as targets: what was asked for, what was measured, and the score kept beside a plain MAC target of equal time.
+"""Latency targets: the time asked for, the time measured, and the score kept, beside a MAC target of equal time.
 
     python benchmarks/latency_targets.py
     python benchmarks/latency_targets.py --device cuda --models resnet50 vit_b_16 --batch 256 --dtype bfloat16 \\
@@ -7,10 +7,10 @@
         --modes compiled --shares 0.5 --alone
     python benchmarks/latency_targets.py --page results/bench/latency-targets-cuda.json docs/costs.md
 
-Weights are random (each channel's scaled by a random factor, so that scores differ): only shapes matter to time. Each
-network is cut to the share of its time; the share of the score that is kept (squared magnitude in units of each layer's
-own, mean over the coupled sets as in `kept`) stands beside that of a network cut to the share of its MACs at which it
-takes as long, found by the same search. "measured" is measured once more at the end, in turns with dense.
+Weights are random (each channel's scaled by a random factor, so that scores differ), as only shapes matter to time.
+Each network is pruned to a share of its time. Beside the share of the score that it keeps (`kept`) is that of the same
+network pruned to a number of MACs at which it takes as long, found by the same search. "measured" is measured once more
+at the end, in turns with the dense network.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TITLES = ["network", "mode", "asked", "measured", "±", "score kept", "by MACs",
 
 
 def network(name: str, device: str) -> tuple[nn.Module, Tensor]:
-    """One of ours on images of CIFAR-10's size, or one of torchvision's on ImageNet's; channels last on a GPU."""
+    """Ours with images of CIFAR-10's size, or torchvision's with those of ImageNet's; channels last on a GPU."""
     torch.manual_seed(0)
     if "-" in name:
         model, example = make(name), torch.randn(1, 3, 32, 32)
@@ -49,19 +49,22 @@ def network(name: str, device: str) -> tuple[nn.Module, Tensor]:
                     nn.init.normal_(parameter, std=0.02)
                 parameter.mul_(torch.rand(len(parameter)).add(0.2).view(-1, *[1] * (parameter.dim() - 1)))
     if device == "cuda":
-        model, example = (it.to(device, memory_format=torch.channels_last) for it in (model, example))
+        model, example = (x.to(device, memory_format=torch.channels_last) for x in (model, example))
     return model.eval(), example
 
 
 def kept(cutter: Cutter, cut: Cut) -> float:
-    """The share of the score that stays of a set: the geometric mean, in which a set counts by what it is worth."""
+    """The share of the score that is kept: the geometric mean over the coupled sets, weighted by their scores.
+
+    A channel's score is its squared magnitude, in units of its layer's own.
+    """
     units, scores = cutter.scores()
-    whole = logs = 0.0
+    total = logs = 0.0
     for unit, s, keep in zip(units, scores, cut.keeps, strict=True):
-        worth = (s.score.double() / s.std).square() * cutter.rows[unit.name]
-        whole += float(worth.sum())
-        logs += float(worth.sum()) * math.log(float(worth[keep].sum() / worth.sum()))
-    return math.exp(logs / whole)
+        score = (s.score.double() / s.std).square() * cutter.rows[unit.name]
+        total += float(score.sum())
+        logs += float(score.sum()) * math.log(float(score[keep].sum() / score.sum()))
+    return math.exp(logs / total)
 
 
 def small(cutter: Cutter, cut: Cut) -> nn.Module:
@@ -71,12 +74,12 @@ def small(cutter: Cutter, cut: Cut) -> nn.Module:
 
 
 def by_macs(cutter: Cutter, beside: Beside, share: float) -> tuple[Cut, float]:
-    """The MAC target whose network takes this share of the time, and the share that it really takes."""
+    """The cut by MACs whose network takes this share of the time, and the share that it really takes."""
     cut = search(cutter.plan, lambda chosen: beside.share(small(cutter, chosen)).value, share)
     return cut, cut.share
 
 
-def line(
+def measured(
     name: str, model: nn.Module, example: Tensor, groups: Coupled, mode: str, share: float, args: Any
 ) -> dict[str, Any]:
     began = time.perf_counter()
@@ -86,22 +89,22 @@ def line(
     seconds = time.perf_counter() - began
     beside = cutter.stopwatch()
     again = beside.share(small(cutter, cut))
-    found = {"network": name, "mode": mode, "asked": share, "measured": again.value, "error": again.error}
-    found |= {"kept": kept(cutter, cut), "dense_ms": beside.whole_ms(), "seconds": seconds}
+    line = {"network": name, "mode": mode, "asked": share, "measured": again.value, "error": again.error}
+    line |= {"kept": kept(cutter, cut), "dense_ms": beside.whole_ms(), "seconds": seconds}
     if not args.alone:
         macs = Cutter(model, example, Target(macs=0.5), groups)
-        other, found["macs_time"] = by_macs(macs, beside, again.value)
-        found["macs_kept"] = kept(macs, other)
-    return found
+        other, line["macs_time"] = by_macs(macs, beside, again.value)
+        line["macs_kept"] = kept(macs, other)
+    return line
 
 
-def row(found: dict[str, Any]) -> list[str]:
-    macs = [f"{found['macs_kept']:.3f}", f"{found['macs_time']:.3f}"] if "macs_kept" in found else ["", ""]
-    times = [f"{found['asked']:.2f}", f"{found['measured']:.3f}", f"{found['error']:.3f}", f"{found['kept']:.3f}"]
-    return [found["network"], found["mode"], *times, *macs, f"{found['dense_ms']:.2f}", f"{found['seconds']:.0f}"]
+def row(line: dict[str, Any]) -> list[str]:
+    macs = [f"{line['macs_kept']:.3f}", f"{line['macs_time']:.3f}"] if "macs_kept" in line else ["", ""]
+    times = [f"{line['asked']:.2f}", f"{line['measured']:.3f}", f"{line['error']:.3f}", f"{line['kept']:.3f}"]
+    return [line["network"], line["mode"], *times, *macs, f"{line['dense_ms']:.2f}", f"{line['seconds']:.0f}"]
 
 
-SPOKEN = {
+NAMES = {
     "resnet-56": "ResNet-56",
     "resnet50": "ResNet-50",
     "convnext_tiny": "ConvNeXt-T",
@@ -112,16 +115,16 @@ SPOKEN = {
 def table(record: dict[str, Any]) -> str:
     """What a record holds, in Markdown."""
     rows = ["| network | target | measured | score kept | MAC target: score kept at time |", "|---|--:|--:|--:|--:|"]
-    for found in record["lines"]:
-        name = SPOKEN.get(found["network"], found["network"])
-        measured = f"{found['measured']:.3f} ± {found['error']:.3f}"
-        macs = f"{found['macs_kept']:.3f} at {found['macs_time']:.3f}" if "macs_kept" in found else ""
-        rows.append(f"| {name} | {found['asked']:.2f} | {measured} | {found['kept']:.3f} | {macs} |")
+    for line in record["lines"]:
+        name = NAMES.get(line["network"], line["network"])
+        time = f"{line['measured']:.3f} ± {line['error']:.3f}"
+        macs = f"{line['macs_kept']:.3f} at {line['macs_time']:.3f}" if "macs_kept" in line else ""
+        rows.append(f"| {name} | {line['asked']:.2f} | {time} | {line['kept']:.3f} | {macs} |")
     return "\n".join(rows) + "\n"
 
 
 def main() -> None:
-    parser = measuring.words(__doc__)
+    parser = measuring.make_parser(__doc__)
     parser.add_argument("--page", type=Path, nargs=2, help="only write the table of a record into a page: RECORD PAGE")
     parser.add_argument("--models", nargs="+", default=["resnet-56", "resnet50", "convnext_tiny"])
     parser.add_argument("--shares", type=float, nargs="+", default=[0.7, 0.5])
@@ -141,14 +144,13 @@ def main() -> None:
         groups = Coupled(model, example)
         for mode in args.modes:
             for share in args.shares:
-                lines.append(line(name, model, example, groups, mode, share, args))
-                print(
-                    ", ".join(f"{title} {cell}" for title, cell in zip(TITLES, row(lines[-1]), strict=True)), flush=True
-                )
-    where = measuring.machine(args.device)
-    about = f"{where['device']}, {where['threads']} threads, batch {args.batch}, {args.dtype or 'float32'}"
-    measuring.show(f"times as targets: {about}", [TITLES, *(row(found) for found in lines)], words=2)
-    measuring.write(args.out, {"machine": where, "batch": args.batch, "dtype": args.dtype, "lines": lines})
+                lines.append(measured(name, model, example, groups, mode, share, args))
+                cells = zip(TITLES, row(lines[-1]), strict=True)
+                print(", ".join(f"{title} {cell}" for title, cell in cells), flush=True)
+    machine = measuring.machine(args.device)
+    about = f"{machine['device']}, {machine['threads']} threads, batch {args.batch}, {args.dtype or 'float32'}"
+    measuring.show(f"latency targets: {about}", [TITLES, *map(row, lines)], words=2)
+    measuring.write(args.out, {"machine": machine, "batch": args.batch, "dtype": args.dtype, "lines": lines})
 
 
 if __name__ == "__main__":

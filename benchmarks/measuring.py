@@ -1,4 +1,4 @@
-"""What the benchmarks share: the words they take, a clock, a table, a record. Ratios of one run are what counts."""
+"""What the benchmarks share: their options, a clock, a table, a record. Only ratios measured in one run count."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from deephoyer.files import folder_at, write_atomically
 from deephoyer.text_table import text_table
 
 
-def words(about: str | None, device: bool = True) -> argparse.ArgumentParser:
-    """A parser with what every benchmark takes: the device, a file for the record, and to be brief."""
+def make_parser(about: str | None, device: bool = True) -> argparse.ArgumentParser:
+    """A parser with the options of every benchmark: the device, a file for the record, and to be brief."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     if device:
-        here = "cuda" if torch.cuda.is_available() else "cpu"
-        parser.add_argument("--device", choices=("cpu", "cuda"), default=here)
+        default = "cuda" if torch.cuda.is_available() else "cpu"
+        parser.add_argument("--device", choices=("cpu", "cuda"), default=default)
     parser.add_argument("--brief", action="store_true", help="a few seconds, only to show that it runs")
     parser.add_argument("--out", type=Path, help="write the numbers to this JSON file")
     return parser
 
 
 def milliseconds(call: Callable[[], Any], device: str, budget: float) -> float:
-    """The median over rounds of calls in a row, after warming up; as many as the budget (seconds) allows."""
+    """Milliseconds of one call: the median over rounds of several, as many as the budget (seconds) allows."""
     call()
     _wait(device)
     begin = time.perf_counter()
@@ -86,7 +86,7 @@ def replayed(call: Callable[[], None]) -> Callable[[], None]:
 
 
 def machine(device: str = "cpu") -> dict[str, Any]:
-    """Where the times are from."""
+    """What the times were measured on."""
     name = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
     return {"device": name, "threads": torch.get_num_threads(), "torch": torch.__version__, "deephoyer": dh.__version__}
 

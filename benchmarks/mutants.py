@@ -1,15 +1,16 @@
-"""Do the tests notice? Changes one operator or constant of the source at a time, and runs the tests nearest to it.
+"""Mutation testing: changes one operator or constant of the source at a time, and runs the tests nearest to it.
 
-    python benchmarks/mutants.py --count 200 --out mutants.jsonl     # goes on where it was stopped
-    python benchmarks/mutants.py --out mutants.jsonl --again         # the ones that nothing noticed, once more
-    python benchmarks/mutants.py --out mutants.jsonl --show          # what is known, nothing is run
+    python benchmarks/mutants.py --count 200 --out mutants.jsonl     # the same command resumes
+    python benchmarks/mutants.py --out mutants.jsonl --again         # tries the mutants that survived once more
+    python benchmarks/mutants.py --out mutants.jsonl --show          # only shows the results so far
 
-The mutants are drawn by a seeded hash of what they change, so that edits elsewhere leave the draw as it is. How many
-come from a room goes by the root of how many there are in it: the channel graph has three quarters of all. All work is
-done in a copy of the tree. First the nearest tests run once, unchanged, and it is written down which functions each of
-them enters; a mutant is then tried with its file's doctests and the tests that enter its function, the fastest first,
-until one fails. Tests that outlast their time are stopped: that is noticed, too. Not changed: annotations, docstrings,
-what is in a `raise` or an `assert`, `strict=` of `zip`, `frozen=` of dataclasses, and texts that are not compared.
+Mutants are drawn by a seeded hash of what they change, so that edits elsewhere do not affect the draw. A room (a file
+or folder) gets a number of mutants that is proportional to the square root of its size, as the channel graph alone has
+three quarters of all. All work is done in a copy of the tree. First the nearest tests run once without a mutant, while
+the functions that each of them enters are recorded; a mutant is then tried with its file's doctests and the tests that
+enter its function, the fastest first, until one fails. A test that takes too long counts as failed. Not changed:
+annotations, docstrings, the content of `raise` and `assert`, `strict=` of `zip`, `frozen=` of dataclasses, and strings
+that are not compared.
 """
 
 from __future__ import annotations
@@ -49,11 +50,11 @@ NEAREST: dict[str, list[str]] = {
     "export": ["checkpoints", "export", "fuzz", "joints"],
     "lab/runs/checkpoint.py": ["checkpoints", "run", "fuzz", "training_parts", "models"],
 }  # fmt: skip
-"""Of each room (a file or a folder of the package) the files of tests that are nearest to it."""
+"""The test files that are nearest to each room (a file or a folder of the package)."""
 NO_TESTS = 5
 """pytest's exit status where there are none, as in a file without doctests."""
 MOST_SECONDS = 15
-"""The fastest tests, so many seconds of them (as they took while they were watched), are tried with each mutant."""
+"""Each mutant is tried with the fastest tests, up to this total time (as they took while they were watched)."""
 
 
 # Mutants
@@ -248,8 +249,8 @@ def sources(tree: Path) -> Iterator[tuple[str, Path]]:
 
 
 def mutants(tree: Path) -> list[Mutant]:
-    """All that there are, each room's in the order in which they are drawn."""
-    found = []
+    """All possible mutants, in the order in which they are drawn."""
+    every = []
     for room, path in sources(tree):
         file = str(path.relative_to(tree / "src/deephoyer"))
         finder = _Finder(path.read_text())
@@ -259,12 +260,12 @@ def mutants(tree: Path) -> list[Mutant]:
             what = f"{SEED} {file} {lines[line - 1].strip()} {finder.raw[start:end].decode()} {after}"
             seen[what] += 1
             key = hashlib.sha256(f"{what} {seen[what]}".encode()).hexdigest()[:12]
-            found.append(Mutant(key, room, file, line, start, end, finder.raw[start:end].decode(), after, owner))
-    return sorted(found, key=lambda mutant: mutant.id)
+            every.append(Mutant(key, room, file, line, start, end, finder.raw[start:end].decode(), after, owner))
+    return sorted(every, key=lambda mutant: mutant.id)
 
 
 def drawn(every: list[Mutant], count: int) -> list[Mutant]:
-    """So many of them, each room's share by the root of its size."""
+    """A number of mutants, each room's share in proportion to the square root of its size."""
     roots = {room: sum(m.room == room for m in every) ** 0.5 for room in NEAREST}
     shares = {room: count * root / sum(roots.values()) for room, root in roots.items()}
     counts = {room: int(share) for room, share in shares.items()}
@@ -277,7 +278,7 @@ def drawn(every: list[Mutant], count: int) -> list[Mutant]:
 
 
 class _Watch:
-    """A pytest plugin that writes down which functions of the package each test enters, and how long it takes."""
+    """A pytest plugin that records which functions of the package each test enters, and how long it takes."""
 
     def __init__(self, package: Path):
         self.package = f"{package}{os.sep}"
@@ -304,7 +305,7 @@ class _Watch:
 
 
 class _Choice:
-    """A pytest plugin that runs the chosen tests alone, the fastest first, and writes down the first that fails."""
+    """A pytest plugin that runs only the chosen tests, the fastest first, and records the first that fails."""
 
     def __init__(self, seconds: dict[str, float], result: Path):
         self.seconds, self.result = seconds, result
@@ -312,7 +313,7 @@ class _Choice:
     def pytest_configure(self, config: Any) -> None:
         from hypothesis import Phase, settings
 
-        # What fails is enough; nobody reads the smallest example here.
+        # Without shrinking: that a test fails is enough.
         settings.register_profile("mutants", settings(), phases=(Phase.explicit, Phase.generate))
         settings.load_profile("mutants")
 
@@ -326,7 +327,7 @@ class _Choice:
 
 
 def in_child(tree: Path, files: Iterable[str], plugin: Any, timeout: float, log: Path) -> int | None:
-    """Runs pytest in a forked process; gives its exit status, None where it had to be stopped."""
+    """Runs pytest in a forked process; returns its exit status, None if it had to be stopped."""
     child = os.fork()
     if child == 0:
         os.setsid()
@@ -363,7 +364,7 @@ def in_child(tree: Path, files: Iterable[str], plugin: Any, timeout: float, log:
 
 
 def watched(tree: Path, kept: Path) -> dict[str, dict[str, Any]]:
-    """Of every near test what it enters; files of tests that have been watched with these sources are not run again."""
+    """The functions that each of the nearest tests enters; files watched with the same sources are not run again."""
     code = hashlib.sha256(b"".join(path.read_bytes() for _, path in sources(tree))).hexdigest()
     known = json.loads(kept.read_text()) if kept.exists() else {}
     known = known if known.get("sources") == code else {"sources": code, "files": {}}
@@ -386,7 +387,7 @@ def watched(tree: Path, kept: Path) -> dict[str, dict[str, Any]]:
 
 
 def tried(mutant: Mutant, tree: Path, tests: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """What the tests say of it."""
+    """Tries a mutant: its record, with the first test that fails."""
     near = {test: e for name in NEAREST[mutant.room] for test, e in tests[name].items() if e["passed"]}
     here = [mutant.file, mutant.owner]
     entering = sorted((e["seconds"], test) for test, e in near.items() if not mutant.owner or here in e["entered"])
@@ -414,7 +415,7 @@ def tried(mutant: Mutant, tree: Path, tests: dict[str, dict[str, Any]]) -> dict[
 
 
 def shown(results: list[dict[str, Any]], sizes: Counter[str]) -> str:
-    """A line for each room, and the mutants that nothing noticed."""
+    """One line for each room, and the mutants that no test noticed."""
     lines, weighted, weights = [], 0.0, 0
     for room in (*NEAREST, ""):
         here = [r for r in results if not room or r["room"] == room]
@@ -438,12 +439,12 @@ def main() -> None:
     )
     parser.add_argument("--again", action="store_true", help="run the surviving mutants again")
     parser.add_argument("--show", action="store_true")
-    words = parser.parse_args()
-    lines = words.out.read_text().splitlines() if words.out.exists() else []
+    options = parser.parse_args()
+    lines = options.out.read_text().splitlines() if options.out.exists() else []
     known = {entry["id"]: entry for entry in map(json.loads, lines)}
     every = mutants(ROOT)
-    chosen = drawn(every, words.count)
-    if not words.show:
+    chosen = drawn(every, options.count)
+    if not options.show:
         import numpy, torch, torchvision  # noqa: E401, F401, I001 (loaded once, for all processes to come)
         import hypothesis, pydantic, pytest, safetensors.torch, yaml  # noqa: E401, F401
 
@@ -457,12 +458,12 @@ def main() -> None:
                     shutil.copytree(place, tree / part)
                 else:
                     shutil.copy2(place, tree / part)
-            tests = watched(tree, words.out.with_suffix(".watched.json"))
+            tests = watched(tree, options.out.with_suffix(".watched.json"))
             for number, mutant in enumerate(chosen):
-                if mutant.id in known and not (words.again and not known[mutant.id]["noticed by"]):
+                if mutant.id in known and not (options.again and not known[mutant.id]["noticed by"]):
                     continue
                 known[mutant.id] = tried(mutant, tree, tests)
-                with open(words.out, "a") as file:
+                with open(options.out, "a") as file:
                     file.write(json.dumps(known[mutant.id]) + "\n")
                 print(number, mutant, "|", known[mutant.id]["noticed by"] or "NOT NOTICED", flush=True)
     print(shown([known[mutant.id] for mutant in chosen if mutant.id in known], Counter(m.room for m in every)))

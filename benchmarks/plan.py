@@ -1,16 +1,16 @@
-"""What a plan is worth: its accuracy beside magnitude pruning to the same MACs in the same epochs, seed by seed.
+"""What a plan gains: its accuracy beside that of magnitude pruning to the same MACs in the same epochs, seed by seed.
 
     python benchmarks/plan.py --images 5000 --epochs 10 --macs 0.2 --on validation
     python benchmarks/plan.py --network resnet-20 --data cifar10 --epochs 30 --batch 128 --optimizer sgd --lr 0.1 \\
         --macs 0.4 --device cuda --jobs 5
 
-All ways train the same network on the same batches with one cosine decay over all epochs, and hand back the epoch after
-the last prune that did best on images held out from training. Magnitude prunes once or in rounds, at the threshold
-(in standard deviations of a layer) that leaves the MACs asked for. The plan is there once more with Group-HS, without a
-penalty, with widths by what channels cost, and with a penalty that presses on when it has done enough.
-`--on validation` prints the accuracy on what was held out, which is what defaults were chosen on; `--on test` that on
-the test set; `--out` keeps both, and `--page RECORD PAGE` puts them into a page. On a GPU networks train in bfloat16,
-channels last, forward and backward passes captured in a CUDA graph; `--jobs` share it.
+All ways train the same network on the same batches with one cosine decay over all epochs, and keep the epoch after the
+last prune that is best on held-out training images. Magnitude prunes once or in rounds, at the threshold (in standard
+deviations of a layer) that leaves the MACs asked for. Plans are also run with Group-HS, without a penalty, with
+channels chosen by what they cost, and with a penalty that never pauses. `--on validation` prints the accuracy on the
+held-out images, on which defaults were chosen; `--on test` that on the test set; `--out` keeps both, and `--page RECORD
+PAGE` writes them into a page. On a GPU networks train in bfloat16, channels last, with forward and backward passes
+captured in a CUDA graph, `--jobs` of them in parallel.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from deephoyer.targets import Target
 
 @dataclass
 class Job:
-    """Data, network and schedule that all ways share."""
+    """The data, network and schedule that all ways share."""
 
     network: str
     images: tuple[Tensor, Tensor]
@@ -77,7 +77,7 @@ class Job:
         return self.floats(self.images[0][:2])
 
     def steps(self, model: nn.Module) -> Callable[[Tensor, Tensor], None]:
-        """What leaves the gradients of a batch in the model; captured on a GPU, where calling it all takes longer."""
+        """A function that computes the gradients of a batch; on a GPU captured, as kernel launches take longer."""
         if self.device.type == "cuda":
             return Captured(model, self.example[:1].repeat(self.batch, 1, 1, 1))
 
@@ -125,7 +125,7 @@ class Captured:
     def __init__(self, model: nn.Module, example: Tensor):
         self.x = example.contiguous(memory_format=torch.channels_last)
         self.y = torch.zeros(len(example), dtype=torch.long, device=example.device)
-        before = copy.deepcopy(model.state_dict())  # warming up moves batch norms
+        before = copy.deepcopy(model.state_dict())  # warming up changes batch norms
         model.train()
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -133,7 +133,7 @@ class Captured:
             for _ in range(3):
                 self._once(model)
         torch.cuda.current_stream().wait_stream(side)
-        model.zero_grad(set_to_none=True)  # the graph makes its own, and writes them anew each time
+        model.zero_grad(set_to_none=True)  # the graph has its own, and overwrites them each time
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
             self._once(model)
@@ -151,7 +151,7 @@ class Captured:
 
 
 def augmented(x: Tensor, dy: Tensor, dx: Tensor, flip: Tensor) -> Tensor:
-    """Crops from a border of four pixels, and flips."""
+    """Random crops of images with a border of four pixels, and flips."""
     padded = F.pad(x, (4, 4, 4, 4))
     n, _, h, w = x.shape
     rows = (dy[:, None] + torch.arange(h, device=x.device))[:, None, :, None]
@@ -180,7 +180,7 @@ def dense(job: Job, seed: int) -> nn.Module:
 
 
 def by_magnitude(job: Job, seed: int, moments: list[int]) -> nn.Module:
-    """Prunes after these epochs, each time by the same share, and holds the zeros."""
+    """Prunes after these epochs, each time by the same factor, and keeps the zeros."""
     model, optimizer = job.start(seed)
     groups = dh.Coupled(model, job.example)
     goal = targets.macs(model, job.example, 1.0, groups)
@@ -216,7 +216,7 @@ def ways(epochs: int) -> Iterator[tuple[str, Callable[[Job, int], nn.Module]]]:
     yield "plan, never resting", lambda job, seed: by_plan(job, seed, control=False)
 
 
-def opened(args: argparse.Namespace) -> Job:
+def make_job(args: argparse.Namespace) -> Job:
     data = datasets.load(args.data, **({"folder": args.folder} if args.folder else {})).to(args.device)
     order = torch.randperm(len(data.train_x), generator=torch.Generator().manual_seed(0)).to(args.device)
     held = order[:5000]
@@ -237,8 +237,8 @@ def opened(args: argparse.Namespace) -> Job:
 
 
 def outcome(args: argparse.Namespace, title: str, seed: int) -> dict[str, Any]:
-    """What one training came to; several may run at once, each in a process that keeps its data."""
-    job = _opened_once(args)
+    """The result of one training; several may run in parallel, each in a process that keeps its data."""
+    job = _job(args)
     began = time.monotonic()
     model = dict(ways(job.epochs))[title](job, seed)
     line = {"way": title, "seed": seed, "validation": job.accuracy(model, job.held_out)}
@@ -250,32 +250,32 @@ def outcome(args: argparse.Namespace, title: str, seed: int) -> dict[str, Any]:
 _JOBS: dict[str, Job] = {}
 
 
-def _opened_once(args: argparse.Namespace) -> Job:
+def _job(args: argparse.Namespace) -> Job:
     key = repr(args)
     if key not in _JOBS:
-        _JOBS[key] = opened(args)
+        _JOBS[key] = make_job(args)
     return _JOBS[key]
 
 
 def table(record: dict[str, Any]) -> str:
-    """What a record holds, in Markdown: means over seeds ± their deviation, the best on held-out images first."""
+    """The content of a record, in Markdown: means over seeds ± their deviation, the best on held-out images first."""
 
-    def cell(of: list[dict[str, Any]], key: str) -> str:
-        values = [100 * line[key] for line in of]
+    def cell(seeds: list[dict[str, Any]], key: str) -> str:
+        values = [100 * line[key] for line in seeds]
         return f"{statistics.mean(values):.2f}" + (f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else "")
 
     ways: dict[str, list[dict[str, Any]]] = {}
     for line in record["lines"]:
         ways.setdefault(line["way"], []).append(line)
     rows = ["| way | seeds | held-out accuracy, % | test accuracy, % | MACs left |", "|---|--:|--:|--:|--:|"]
-    for way, of in sorted(ways.items(), key=lambda item: -statistics.mean(line["validation"] for line in item[1])):
-        macs = statistics.mean(line["macs"] for line in of)
-        rows.append(f"| {way} | {len(of)} | {cell(of, 'validation')} | {cell(of, 'test')} | {macs:.3f} |")
+    for way, seeds in sorted(ways.items(), key=lambda item: -statistics.mean(line["validation"] for line in item[1])):
+        macs = statistics.mean(line["macs"] for line in seeds)
+        rows.append(f"| {way} | {len(seeds)} | {cell(seeds, 'validation')} | {cell(seeds, 'test')} | {macs:.3f} |")
     return "\n".join(rows) + "\n"
 
 
 def main() -> None:
-    parser = measuring.words(__doc__)
+    parser = measuring.make_parser(__doc__)
     parser.add_argument("--page", type=Path, nargs=2, help="only write the table of a record into a page: RECORD PAGE")
     parser.add_argument("--network", default="lenet-5")
     parser.add_argument("--data", default="mnist")
@@ -306,18 +306,18 @@ def main() -> None:
     tasks = [(title, seed) for title in titles for seed in args.seeds]
     if args.jobs > 1:
         with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
-            several = [pool.submit(outcome, args, *task) for task in tasks]
-            lines = [each.result() for each in several]
+            futures = [pool.submit(outcome, args, *task) for task in tasks]
+            lines = [future.result() for future in futures]
     else:
         lines = [outcome(args, *task) for task in tasks]
-    whole = count(make(args.network), _opened_once(args).example.cpu())[1].macs_executed or 1
-    rows = [["way", "accuracy", "±", "MACs", "s a seed"]]
+    whole = count(make(args.network), _job(args).example.cpu())[1].macs_executed or 1
+    rows = [["way", "accuracy", "±", "MACs", "seconds per seed"]]
     for line in lines:
         line["macs"] /= whole
     for title in titles:
-        of = [line for line in lines if line["way"] == title]
-        mean = {key: statistics.mean(line[key] for line in of) for key in (args.on, "macs", "seconds")}
-        spread = statistics.stdev(line[args.on] for line in of) if len(of) > 1 else 0.0
+        seeds = [line for line in lines if line["way"] == title]
+        mean = {key: statistics.mean(line[key] for line in seeds) for key in (args.on, "macs", "seconds")}
+        spread = statistics.stdev(line[args.on] for line in seeds) if len(seeds) > 1 else 0.0
         numbers = [f"{mean[args.on]:.2%}", f"{spread:.2%}", f"{mean['macs']:.3f}"]
         rows.append([title, *numbers, f"{mean['seconds']:.0f}"])
     measuring.show("a plan and magnitude pruning", rows, [f"{time.monotonic() - began:.0f} s in all"])

@@ -1,10 +1,11 @@
-"""What a regularizer costs: autograd loops, torch-pruning's, our backends and the memory floor, side by side.
+"""What a regularizer costs: autograd loops, torch-pruning's regularizer, our backends, and the memory floor.
 
     python benchmarks/regularizer.py --device cuda --check --out results/bench/regularizer-cuda.json
     python benchmarks/regularizer.py --device cpu --out results/bench/regularizer-cpu.json
 
-Hoyer-Square, value and gradient, for the tensors of six networks. The floor is the fewest bytes two passes can
-move (weights read twice, gradients read and written once) over the bandwidth of a large copy (bytes read plus written).
+Hoyer-Square, value and gradient, for the tensors of six networks. The floor is the minimum number of bytes that two
+passes move (weights read twice, gradients read and written once) divided by the bandwidth of a large copy (bytes read
+plus written).
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from torch import Tensor, nn
 
 import deephoyer as dh
 from deephoyer.errors import unknown
-from measuring import copy_bandwidth, machine, milliseconds, replayed, show, words, write
+from measuring import copy_bandwidth, machine, make_parser, milliseconds, replayed, show, write
 
 STRENGTH = 1e-12  # so that thousands of calls leave the gradients as they are
 TRACEABLE = ("lenet-300-100", "resnet-56", "resnet-50")  # torch-pruning traces a network that runs
 
 
-# The networks: only the shapes of their weights matter, so they are layers in a row that never run
+# The networks. Only the shapes of their weights matter: they are sequences of layers that are never run
 
 
 def lenet_300_100() -> Iterator[nn.Module]:
@@ -123,15 +124,16 @@ def group_hoyer_square(w: Tensor) -> Tensor:
     return hoyer_square(rows) + hoyer_square(columns)
 
 
-def autograd_loop(model: nn.Module, groups: str, asks_host: bool) -> Callable[[], None]:
-    """The penalty as it is usually written; `asks_host` as in the paper's scripts: is this tensor all zero?"""
+def autograd_loop(model: nn.Module, groups: str, synchronizes: bool) -> Callable[[], None]:
+    """The penalty as it is usually written; `synchronizes` as in the paper's scripts, which ask for each tensor
+    whether it is all zero."""
     penalty = hoyer_square if groups == "elements" else group_hoyer_square
     weights = list(model.parameters())
 
     def call() -> None:
         total: Any = 0
         for w in weights:
-            if asks_host and not w.abs().sum() > 0:
+            if synchronizes and not w.abs().sum() > 0:
                 continue
             total = total + penalty(w.abs() if groups == "elements" else w)
         (STRENGTH * total).backward()
@@ -144,7 +146,7 @@ def ours(model: nn.Module, groups: str, backend: str) -> Callable[[], None]:
 
 
 def torch_pruning(name: str, device: str) -> Callable[[], None]:
-    """Its group norm penalty, on the same network with its batch norms: another formula, the same purpose."""
+    """Its group norm penalty on the same network with batch norms: another formula for the same purpose."""
     import torch_pruning as tp
 
     from deephoyer.lab import models
@@ -174,11 +176,11 @@ def bare_step(device: str) -> Callable[[], None]:
     return call
 
 
-# Whether what is fast is right
+# Whether the fast backends are right
 
 
 def checks(model: nn.Module, groups: str, backend: str, device: str) -> dict[str, Any]:
-    """Against float64 autograd, tensor by tensor; the same bits twice; waits for the device; memory taken."""
+    """The error against float64 autograd; whether results repeat bit for bit; synchronization; memory."""
     regularizer = dh.Regularizer(model, "hoyer-square", groups, 1.0, backend=backend)
     layers = {layer.weight: layer for layer in model.children()}
     weights: list[Any] = list(layers)
@@ -244,7 +246,7 @@ def _holding(exact: Tensor, like: nn.Module) -> nn.Module:
 
 
 def attempt(record: dict[str, Any], key: str, what: Callable[[], Any]) -> None:
-    """One failure must not lose the rest."""
+    """Notes a failure in the record, and goes on with the rest."""
     try:
         record[key] = what()
     except Exception as why:
@@ -268,7 +270,7 @@ class Options:
     check: bool = False
 
     def filled(self) -> Options:
-        """With what is usual on the device where nothing was chosen."""
+        """With the defaults of the device where nothing was chosen."""
         cuda = self.device == "cuda"
         backends = self.backends or (("plain", "foreach", "triton") if cuda else ("plain", "foreach"))
         networks = self.networks or tuple(n for n in NETWORKS if cuda or n not in LARGE)
@@ -279,7 +281,7 @@ class Options:
 
 
 def measured(options: Options) -> Iterator[dict[str, Any]]:
-    """The record, again after every case, so that what is measured is not lost."""
+    """The record so far, after every case, so that an interrupted benchmark has results."""
     options = options.filled()
     bandwidth = copy_bandwidth(options.device, options.budget)
     record: dict[str, Any] = {"machine": machine(options.device), "cases": [], "copy GB/s": bandwidth / 1e9}
@@ -293,12 +295,12 @@ def measured(options: Options) -> Iterator[dict[str, Any]]:
     )
     for name in options.networks:
         for groups in options.groups:
-            found: dict[str, Any] = {}
-            attempt(found, "case", partial(case, name, groups, options, bandwidth))
-            if found["case"] is None:
-                record.setdefault("errors", {})[f"{name} {groups}"] = found["errors"]["case"]
+            result: dict[str, Any] = {}
+            attempt(result, "case", partial(case, name, groups, options, bandwidth))
+            if result["case"] is None:
+                record.setdefault("errors", {})[f"{name} {groups}"] = result["errors"]["case"]
             else:
-                record["cases"].append(found["case"])
+                record["cases"].append(result["case"])
             record["ratios"] = ratios(record)
             yield record
 
@@ -316,8 +318,8 @@ def case(name: str, groups: str, args: Options, bandwidth: float) -> dict[str, A
     def timed(side: str, make: Callable[[], Callable[[], None]]) -> None:
         attempt(ms, side, lambda: milliseconds(make(), args.device, args.budget))
 
-    timed("autograd, asks host", lambda: autograd_loop(model, groups, asks_host=True))
-    timed("autograd", lambda: autograd_loop(model, groups, asks_host=False))
+    timed("autograd, asks host", lambda: autograd_loop(model, groups, synchronizes=True))
+    timed("autograd", lambda: autograd_loop(model, groups, synchronizes=False))
     if groups != "elements" and name in TRACEABLE and args.dtype == "float32" and has_torch_pruning():
         timed("torch-pruning", lambda: torch_pruning(name, args.device))
     for backend in args.backends:
@@ -330,51 +332,55 @@ def case(name: str, groups: str, args: Options, bandwidth: float) -> dict[str, A
 
 
 def ratios(result: dict[str, Any]) -> dict[str, float]:
-    """The figures by which the kernels are judged."""
+    """The ratios by which the kernels are judged."""
     ms = {(c["network"], c["groups"]): c["ms"] for c in result["cases"]}
-    found: dict[str, float] = {}
+    ratios: dict[str, float] = {}
     for (name, groups), sides in ms.items():
-        best = sides.get("triton") or sides.get("foreach")
-        if not best:
+        ours_ms = fastest(sides)
+        if not ours_ms:
             continue
-        found[f"{name} {groups}: ours / floor"] = best / sides["floor"]
+        ratios[f"{name} {groups}: ours / floor"] = ours_ms / sides["floor"]
         for loop in ("autograd, asks host", "autograd", "torch-pruning"):
             if sides.get(loop):
-                found[f"{name} {groups}: {loop} / ours"] = sides[loop] / best
-        elements = ms.get((name, "elements"), {})
-        if groups != "elements" and (elements.get("triton") or elements.get("foreach")):
-            found[f"{name}: {groups} / elements"] = best / (elements.get("triton") or elements["foreach"])
-    lenet = ms.get(("lenet-300-100", "elements"), {})
-    if result["lenet-300-100 step ms"] and (lenet.get("triton") or lenet.get("foreach")):
-        ours_ms = lenet.get("triton") or lenet["foreach"]
-        found["lenet-300-100: ours / bare step"] = ours_ms / result["lenet-300-100 step ms"]
-    return {key: round(value, 3) for key, value in found.items()}
+                ratios[f"{name} {groups}: {loop} / ours"] = sides[loop] / ours_ms
+        elements_ms = fastest(ms.get((name, "elements"), {}))
+        if groups != "elements" and elements_ms:
+            ratios[f"{name}: {groups} / elements"] = ours_ms / elements_ms
+    lenet_ms = fastest(ms.get(("lenet-300-100", "elements"), {}))
+    if result["lenet-300-100 step ms"] and lenet_ms:
+        ratios["lenet-300-100: ours / bare step"] = lenet_ms / result["lenet-300-100 step ms"]
+    return {key: round(value, 3) for key, value in ratios.items()}
+
+
+def fastest(ms: dict[str, float]) -> float | None:
+    """Milliseconds of our backend for the device: Triton's, or that of several tensors at once."""
+    return ms.get("triton") or ms.get("foreach")
 
 
 def rows(record: dict[str, Any]) -> list[list[str]]:
-    """A short table: our time, and how the others compare to it."""
-    made: list[list[str]] = [["network", "groups", "ours", "÷ floor", *(f"{t} ÷ ours" for t in OTHERS.values())]]
-    for each in record["cases"]:
-        ms = each["ms"]
-        ours_ms = ms.get("triton") or ms.get("foreach")
+    """A short table: our time, and how the others compare with it."""
+    table: list[list[str]] = [["network", "groups", "ours", "÷ floor", *(f"{t} ÷ ours" for t in OTHERS.values())]]
+    for case in record["cases"]:
+        ms = case["ms"]
+        ours_ms = fastest(ms)
         others = [f"{ms[side] / ours_ms:.1f}" if ours_ms and ms.get(side) else "–" for side in OTHERS]
-        mine = (f"{ours_ms:.3f} ms", f"{ours_ms / ms['floor']:.2f}") if ours_ms else ("failed", "–")
-        made.append([each["network"], each["groups"], *mine, *others])
-    return made
+        ours = (f"{ours_ms:.3f} ms", f"{ours_ms / ms['floor']:.2f}") if ours_ms else ("failed", "–")
+        table.append([case["network"], case["groups"], *ours, *others])
+    return table
 
 
 def notes(record: dict[str, Any]) -> list[str]:
-    """What else there is to say: a side that is missing, and what the checks came to."""
-    said = list(record.get("notes", ()))
-    checked = [found for each in record["cases"] for found in (each.get("checks") or {}).values()]
+    """What is missing, and the results of the checks."""
+    lines = list(record.get("notes", ()))
+    checked = [check for case in record["cases"] for check in (case.get("checks") or {}).values()]
     if checked:
-        worst = max(found["relative error"] for found in checked)
-        repeat = "repeat" if all(found["repeats"] for found in checked) else "don't repeat"
-        waits = sum(bool(found["waits"]) for found in checked)
-        said.append(
-            f"against float64 autograd at most {worst:.1e} apart; results {repeat}; {waits} wait for the device"
+        worst = max(check["relative error"] for check in checked)
+        repeat = "repeat" if all(check["repeats"] for check in checked) else "don't repeat"
+        waits = sum(bool(check["waits"]) for check in checked)
+        lines.append(
+            f"error against float64 autograd at most {worst:.1e}; results {repeat}; {waits} wait for the device"
         )
-    return said
+    return lines
 
 
 OTHERS = {"autograd, asks host": "autograd loop", "autograd": "loop without waits", "torch-pruning": "torch-pruning"}
@@ -412,7 +418,7 @@ def listed(text: str | None) -> tuple[str, ...]:
 
 
 def main() -> None:
-    parser = words(__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--networks", help="comma-separated; default: all, on a CPU without the two largest")
     parser.add_argument("--groups", default="elements,filters+channels")
     parser.add_argument("--backends", help="comma-separated; default: plain, foreach and, on CUDA, triton")

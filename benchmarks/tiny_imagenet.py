@@ -2,12 +2,12 @@
 
     DEEPHOYER_DATA=… python benchmarks/tiny_imagenet.py --network resnet-50 --seconds 540 --out table.json
 
-Dense networks are trained once; ResNet-50 is cut in rounds, by itself for each row; of AlexNet each regularized network
-is pruned to several sizes. Runs lie in `runs/`: the same command goes on with what is missing. One that is not expected
-to end within `--seconds` is not begun. `--scale 0.5` halves all epochs but those of ResNet-50's dense start; by its
-rates an H200 needs about 19 minutes for both seeds of ResNet-50 at 0.27, and 7 for AlexNet at 0.5. `--publish` writes
-records of finished runs meanwhile, on the processor. `--rates` times inference at the end: the dense network and those
-whose widths are multiples of 32, both compiled.
+Dense networks are trained once. ResNet-50 is pruned in rounds, separately for each row; of AlexNet each regularized
+network is pruned to several sizes. Runs are ordinary ones in `runs/`, and the same command resumes with those that are
+missing. A run that would not end within `--seconds` is not started. `--scale 0.5` halves all epochs but those of
+ResNet-50's dense start; an H200 needs about 19 minutes for both seeds of ResNet-50 at 0.27, and 7 for AlexNet at 0.5.
+`--publish` writes records of finished runs meanwhile, on the CPU. `--rates` times inference at the end: the dense
+network and those whose widths are multiples of 32, both compiled.
 """
 
 from __future__ import annotations
@@ -21,46 +21,49 @@ from pathlib import Path
 import torch
 
 from deephoyer.lab.processes import UNTIMED
-from measuring import machine, show, words, write
-from runs_in_time import Job, Records, in_this_process, rates, scaled
+from measuring import machine, make_parser, show, write
+from run_list import Job, Publisher, one_by_one, rates, with_scaled_epochs
 
-SECONDS_AN_EPOCH = {"resnet-50": 4.2, "alexnet": 2.3}
-"""A guess, until an epoch has been seen."""
-AROUND = 20.0
+SECONDS_PER_EPOCH = {"resnet-50": 4.2, "alexnet": 2.3}
+"""A guess, until an epoch has been timed."""
+OVERHEAD = 20.0
 """Seconds that a run takes besides its epochs: compiling, pruning, measuring."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The runs of a network, those that others start from first."""
+    """The runs of a network; those that others start from come first."""
 
     scale: float
     changes: tuple[str, ...]
     seeds: tuple[int, ...]
     weights: str | None = None
-    """A file that ResNet-50 begins with in the place of the recipe's, or null."""
+    """A file that ResNet-50 starts from instead of the recipe's, or null."""
     strengths: dict[str, str] = field(default_factory=dict)
-    """Of methods by their names, in the place of those here and in the recipes."""
+    """By method, instead of those here and in the recipes."""
 
-    def penalty(self, method: str, *words: str) -> tuple[str, ...]:
-        """These words, and the strength that was given for the method."""
-        given = [f"regularize.strength={self.strengths[method]}"] if method in self.strengths else []
-        return (*(word for word in words if not given or "strength" not in word), *given)
+    def penalty(self, method: str, *overrides: str) -> tuple[str, ...]:
+        """These overrides, with the strength that was chosen for the method, if any."""
+        if method not in self.strengths:
+            return overrides
+        others = (override for override in overrides if "strength" not in override)
+        return (*others, f"regularize.strength={self.strengths[method]}")
 
     def from_dense(self, dense: Job) -> tuple[str, ...]:
-        """The word that begins a run with the dense network, where the recipe has not that one."""
+        """The override that starts a run from the dense network, unless it is the one that the recipe names."""
         return () if not dense.overrides else (dense.start(),)
 
     def job(self, network: str, method: str, aim: str, base: str, *overrides: str, is_row: bool = True) -> Job:
         """A job whose epochs are scaled."""
-        return Job(network, method, aim, base, scaled(base, (*overrides, *self.changes), self.scale), is_row)
+        overrides = with_scaled_epochs(base, (*overrides, *self.changes), self.scale)
+        return Job(network, method, aim, base, overrides, is_row)
 
     def resnet(self) -> Iterator[Job]:
         """Two fifths of the MACs by three methods, then a fast one; all with the same epochs and the same teacher."""
         base, name = "small/resnet-50-tiny", "resnet-50"
-        given = () if self.weights is None else (f"start={self.weights}",)
+        weights = () if self.weights is None else (f"start={self.weights}",)
         # Not scaled: it is everybody's start and teacher.
-        dense = Job(name, "dense, start", "", "parts/resnet-50-tiny-dense", (*given, *self.changes))
+        dense = Job(name, "dense, start", "", "parts/resnet-50-tiny-dense", (*weights, *self.changes))
         yield dense
         taught = () if not dense.overrides else (f"distill.teachers=[{json.dumps(dense.words)}]",)
         group_hs = self.penalty("Group-HS")
@@ -73,13 +76,13 @@ class Plan:
         }
         later: list[Job] = []
         for seed in self.seeds:
-            own = (*self.from_dense(dense), *taught, f"seed={seed}")
+            start = (*self.from_dense(dense), *taught, f"seed={seed}")
             cut = [
-                self.job(name, method, "0.28 MACs" if "multiples" in method else "0.4 MACs", base, *words, *own)
+                self.job(name, method, "0.28 MACs" if "multiples" in method else "0.4 MACs", base, *words, *start)
                 for method, words in methods.items()
             ]
             # Not scaled but counted: the epochs of stages are rounded up one by one.
-            as_long = ("regularize=null", "prune=null", "rounds=1", *own, f"finetune.epochs={cut[0].recipe.epochs}")
+            as_long = ("regularize=null", "prune=null", "rounds=1", *start, f"finetune.epochs={cut[0].recipe.epochs}")
             yield Job(name, "dense, as long", "", base, (*as_long, *self.changes))
             yield from cut[:-1]
             if seed == self.seeds[0]:
@@ -93,15 +96,15 @@ class Plan:
         base, name, seed = "small/alexnet-tiny", "alexnet", f"seed={self.seeds[0]}"
         dense = self.job(name, "dense, start", "", "parts/alexnet-tiny-dense")
         yield dense
-        own = (*self.from_dense(dense), seed)
-        yield self.job(name, "dense, as long", "", base, "regularize=null", "prune=null", "finetune.epochs=14", *own)
+        start = (*self.from_dense(dense), seed)
+        yield self.job(name, "dense, as long", "", base, "regularize=null", "prune=null", "finetune.epochs=14", *start)
         penalties: dict[str, tuple[str, ...]] = {
             "Hoyer-Square": self.penalty("Hoyer-Square"),
             "l1": self.penalty("l1", "regularize.penalty=l1", "regularize.strength=2e-5"),
         }
         only = ("prune=null", "finetune=null")
         regularized = {
-            method: self.job(name, method, "", base, *penalty, *only, *own, is_row=False)
+            method: self.job(name, method, "", base, *penalty, *only, *start, is_row=False)
             for method, penalty in penalties.items()
         }
         yield from regularized.values()
@@ -148,7 +151,7 @@ def rows(jobs: Sequence[Job]) -> list[list[str]]:
 
 
 def main() -> None:
-    parser = words(__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--network", choices=("resnet-50", "alexnet", "both"), default="both")
     parser.add_argument(
         "--seconds", type=float, default=1e9, help="start no run that would not finish within this time"
@@ -167,21 +170,21 @@ def main() -> None:
     parser.add_argument("changes", nargs="*", help="overrides for all runs, as of `deephoyer run`")
     chosen = parser.parse_args()
     torch.set_num_threads(max(1, torch.get_num_threads() // 2))  # records are written by the others
-    here = ("device=cpu",) if chosen.device == "cpu" and torch.cuda.is_available() else ()
+    device = ("device=cpu",) if chosen.device == "cpu" and torch.cuda.is_available() else ()
     os.environ[UNTIMED] = "1"  # --rates times what is to be fast, in turns
     strengths = {method: value for method, _, value in (word.partition("=") for word in chosen.strengths)}
-    plan = Plan(chosen.scale, (*here, *chosen.changes), tuple(chosen.seeds), chosen.weights, strengths)
+    plan = Plan(chosen.scale, (*device, *chosen.changes), tuple(chosen.seeds), chosen.weights, strengths)
     resnet = plan.resnet() if chosen.network != "alexnet" else ()
     jobs = [*resnet, *(plan.alexnet() if chosen.network != "resnet-50" else ())]
     if chosen.methods:
         jobs = [job for job in jobs if "dense" in job.method or not job.is_row or job.method in chosen.methods]
-    left = in_this_process(jobs, chosen.seconds, Records(chosen.publish), SECONDS_AN_EPOCH, AROUND)
+    left = one_by_one(jobs, chosen.seconds, Publisher(chosen.publish), SECONDS_PER_EPOCH, OVERHEAD)
     show("Tiny-ImageNet, 100 classes", rows(jobs), words=3)
     in_blocks = [job for job in jobs if job.record and "multiples" in job.method] if chosen.rates else []
     inference = rates(in_blocks, (chosen.batch, 3, chosen.size, chosen.size), chosen.device)
     for name, rate in inference.items():
         print(f"{name}: {rate:,.0f} images a second ({chosen.size} px, batch {chosen.batch})")
-    print("\n".join(f"not yet: {one}" for one in left))
+    print("\n".join(f"not yet: {line}" for line in left))
     table = rows(jobs)
     content = {"machine": machine(chosen.device), "titles": table[0], "rows": table[1:], "inference": inference}
     write(chosen.out, content | {"left": left, "scale": chosen.scale})

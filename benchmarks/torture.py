@@ -1,13 +1,13 @@
-"""Kills runs at random moments and compares what they end with, bit for bit, with runs that nobody killed.
+"""Kills runs at random moments and compares their final results, bit for bit, with those of uninterrupted runs.
 
     python benchmarks/torture.py --kills 200        # make torture; about a quarter of an hour
 
-Four kinds: single runs, runs with rounds, runs that stream images, and searches (of those the command alone, or all of
-its processes at once). Each is started, killed by SIGKILL after a random time, and started again by the same words
-until it ends; then the next one begins. Compared are the bytes of the networks' files, and the metrics but for their
-times; of a search the network of every trial with that of a run by the trial's own words. No temporary file may stay.
-Processes are forked from one that has torch loaded, and checkpoints are written after every epoch or step: more
-moments to be killed at, in less time.
+Four kinds: single runs, runs with rounds, runs that stream images, and searches (either the command alone is killed, or
+all of its processes). Each is started, killed with SIGKILL after a random time, and started again by the same command
+until it ends; then the next one begins. The networks' files must be equal byte for byte, and the metrics except for
+their times; the network of every trial of a search must be that of a run with the trial's own command. No temporary
+file may be left. To have more moments at which to kill in less time, processes are forked from one that has loaded
+torch, and checkpoints are written after every epoch or step.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import torch
 
 import image_folders
-from deephoyer.lab import cli, data, search  # what is loaded before the forks need not be after
+from deephoyer.lab import cli, data, search  # loaded before the forks, which saves them the time
 from deephoyer.lab.report import run_page
 from deephoyer.lab.train import result, resume
 
@@ -47,19 +47,19 @@ SHARES = {"single runs": 0.4, "rounds": 0.3, "streaming": 0.25, "searches": 0.05
 
 @dataclass
 class Kind:
-    """What is started again and again, and how what it left is looked at: a line for each thing that is wrong."""
+    """A command that is started again and again; `check` returns a line for each error in the folder that it left."""
 
     words: tuple[str, ...]
-    wrong: Callable[[Path], list[str]]
+    check: Callable[[Path], list[str]]
     kills: int
     most: float = float("inf")
-    """Kills of one folder: of a search no more than a trial's worker may die."""
+    """Kills of one folder: of a search no more than the number of times that a trial is retried."""
     done: int = 0
     ended: int = 0
 
 
 def start(words: Sequence[str], folder: Path) -> int:
-    """`deephoyer …` in a forked process with a session of its own: its id."""
+    """Starts `deephoyer …` in a forked process with its own session; returns the process id."""
     child = os.fork()
     if child:
         return child
@@ -72,7 +72,7 @@ def start(words: Sequence[str], folder: Path) -> int:
         torch.set_num_threads(1)
         resume.SAVE_SECONDS = resume.SAVE_WITHIN = 0.0
         resume.SAVE_SHARE = float("inf")
-        result.BATCHES = (1,)  # times are not what is looked at, nor pages
+        result.BATCHES = (1,)  # neither times nor pages are compared
         run_page.write = lambda folder: [folder]
         sys.argv = ["deephoyer", *words, "--out", str(folder)]
         try:
@@ -84,7 +84,7 @@ def start(words: Sequence[str], folder: Path) -> int:
 
 
 def ended(child: int, seconds: float) -> int | None:
-    """The exit status, or None where it still runs after so many seconds."""
+    """The exit status; None if the process still runs after this time."""
     until = time.monotonic() + seconds
     while True:
         done, status = os.waitpid(child, os.WNOHANG)
@@ -102,7 +102,7 @@ def kill(child: int, everyone: bool) -> None:
 
 
 def in_full(words: Sequence[str], folder: Path) -> float:
-    """Runs it without a kill; the seconds it took."""
+    """Runs a command to its end; returns the seconds that it took."""
     began = time.monotonic()
     status = ended(start(words, folder), 3600)
     if status != 0:
@@ -111,14 +111,14 @@ def in_full(words: Sequence[str], folder: Path) -> float:
 
 
 def differences(whole: Path, folder: Path) -> list[str]:
-    """What one run's folder has otherwise than another's."""
-    found = []
+    """The differences between the folders of an uninterrupted run and of one that was killed."""
+    errors = []
     for file in ("finetuned.safetensors", "compact.safetensors"):
         if (folder / file).read_bytes() != (whole / file).read_bytes():
-            found.append(f"{folder}: {file} differs")
-    told = [[json.loads(line) for line in (f / "metrics.jsonl").read_text().splitlines()] for f in (whole, folder)]
-    a, b = ([{k: v for k, v in line.items() if k != "seconds"} for line in lines] for lines in told)
-    return found + [f"{folder}: metrics.jsonl differs"] * (a != b) + leftovers(folder)
+            errors.append(f"{folder}: {file} differs")
+    metrics = [[json.loads(line) for line in (f / "metrics.jsonl").read_text().splitlines()] for f in (whole, folder)]
+    a, b = ([{k: v for k, v in line.items() if k != "seconds"} for line in lines] for lines in metrics)
+    return errors + [f"{folder}: metrics.jsonl differs"] * (a != b) + leftovers(folder)
 
 
 def leftovers(folder: Path) -> list[str]:
@@ -126,44 +126,44 @@ def leftovers(folder: Path) -> list[str]:
 
 
 def wrong_trials(folder: Path) -> list[str]:
-    """Of a search: trials that are not there, and those whose networks differ from what their words make."""
+    """The trials of a search that are missing, and those whose networks differ from a run with their command."""
     trials = sorted(path.parent for path in folder.glob("*/summary.json"))
-    found = [f"{folder}: {len(trials)} of {TRIALS} trials ended"] * (len(trials) != TRIALS)
+    errors = [f"{folder}: {len(trials)} of {TRIALS} trials ended"] * (len(trials) != TRIALS)
     for trial in trials:
-        said = json.loads((trial / "command.json").read_text())
+        command = json.loads((trial / "command.json").read_text())
         alone = folder.parent / f"alone-{folder.name}-{trial.name}"
-        in_full(["run", said["base"], *said["overrides"]], alone)
-        found += differences(alone, trial)
-    return found
+        in_full(["run", command["base"], *command["overrides"]], alone)
+        errors += differences(alone, trial)
+    return errors
 
 
 def torture(
     kind: Kind, name: str, place: Path, longest: float, draw: random.Random, say: Callable[[str], None]
 ) -> list[str]:
-    """Kills until there were enough kills, and lets the last one end; what was wrong."""
-    found: list[str] = []
+    """Kills commands of a kind until there were enough kills, and lets the last one end; returns the errors."""
+    errors: list[str] = []
     number = 0
     while kind.done < kind.kills:
         folder = place / f"{name.replace(' ', '-')}-{number}"
-        number, here = number + 1, 0
+        number, kills_here = number + 1, 0
         while True:
             child = start(kind.words, folder)
-            enough = kind.done >= kind.kills or here >= kind.most
-            most = longest / 4 if draw.random() < 0.8 else longest  # or nothing would ever come to its end
+            enough = kind.done >= kind.kills or kills_here >= kind.most
+            most = longest / 4 if draw.random() < 0.8 else longest  # else none would ever end
             status = ended(child, 3600 if enough else draw.uniform(0, most))
             if status is None:
                 kill(child, everyone=name != "searches" or draw.random() < 0.5)
-                kind.done, here = kind.done + 1, here + 1
+                kind.done, kills_here = kind.done + 1, kills_here + 1
             elif status == 0:
                 kind.ended += 1
-                found += kind.wrong(folder)
+                errors += kind.check(folder)
                 break
             else:
                 log = folder.with_suffix(".log").read_text()[-1000:]
-                found.append(f"{folder}: ended with status {status} after {kind.done} kills: {log}")
+                errors.append(f"{folder}: ended with status {status} after {kind.done} kills: {log}")
                 break
-        say(f"{name}: {kind.done} kills, {kind.ended} ended, {len(found)} wrong")
-    return found
+        say(f"{name}: {kind.done} kills, {kind.ended} ended, {len(errors)} wrong")
+    return errors
 
 
 def main() -> None:
@@ -171,8 +171,8 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", choices=SHARES, help="only kills of this kind")
-    words = parser.parse_args()
-    draw, began, found = random.Random(words.seed), time.monotonic(), []
+    chosen = parser.parse_args()
+    draw, began, errors = random.Random(chosen.seed), time.monotonic(), []
     data.load("mnist")
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
@@ -184,19 +184,19 @@ def main() -> None:
             seconds = in_full(command, whole)
             print(f"{name}: {seconds:.1f} s without a kill", flush=True)
             compare = lambda folder, whole=whole: differences(whole, folder)  # noqa: E731
-            kinds[name] = Kind(command, compare, round(words.kills * SHARES[name])), seconds
-        left = words.kills - sum(kind.kills for kind, _ in kinds.values())
+            kinds[name] = Kind(command, compare, round(chosen.kills * SHARES[name])), seconds
+        left = chosen.kills - sum(kind.kills for kind, _ in kinds.values())
         kinds["searches"] = Kind(SEARCH, wrong_trials, left, search.RETRIES), 4 * kinds["single runs"][1]
-        if words.only:
-            kinds = {words.only: kinds[words.only]}
-            kinds[words.only][0].kills = words.kills
+        if chosen.only:
+            kinds = {chosen.only: kinds[chosen.only]}
+            kinds[chosen.only][0].kills = chosen.kills
         for name, (kind, longest) in kinds.items():
-            found += torture(kind, name, place, longest, draw, lambda text: print(text, flush=True))
+            errors += torture(kind, name, place, longest, draw, lambda text: print(text, flush=True))
     total = sum(kind.done for kind, _ in kinds.values())
-    print(f"{total} kills, {sum(kind.ended for kind, _ in kinds.values())} ended, {len(found)} wrong")
-    print(*found, sep="\n")
+    print(f"{total} kills, {sum(kind.ended for kind, _ in kinds.values())} ended, {len(errors)} wrong")
+    print(*errors, sep="\n")
     print(f"{time.monotonic() - began:.0f} s")
-    sys.exit(bool(found))
+    sys.exit(bool(errors))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""What the trained transformers share: the stages of a study, the trainer of each, and the words of the command line.
+"""What the trained transformers share: the stages of a study, the trainer of each stage, and the command line.
 
-`character_gpt.py` and `cifar_vit.py` are the scripts; each says what is trained on what (a `Task`). Every network
+`character_gpt.py` and `cifar_vit.py` are the scripts; each defines what is trained on what (a `Task`). Every network
 starts from a dense one, is trained on with a penalty (Group-HS, group lasso) or without one (magnitude, random), loses
-channels that a score finds small, is finetuned with the zeros held, and compacted; the dense one is trained on for as
-many steps under the same schedule. Stages are kept in a folder, so a run goes on where it stopped; `--together` gives
-each seed a process. `--speeds` times what was kept, afterwards and with nothing else running. How all of it is shown
-is in `trained_fronts.py`.
+the channels with the smallest scores, is finetuned with the zeros fixed, and compacted; the dense one is trained on
+for the same number of steps under the same schedule. Finished stages are kept in a folder, so that the same command
+resumes; `--together` gives each seed a process. `--speeds` times the kept networks, afterwards, when nothing else runs.
+Tables and figures are made in `trained_fronts.py`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Batch = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the network and its training; each is a word of the command line."""
+    """Sizes of the network and numbers of its training; each is an option of the command line."""
 
     layers: int = 6
     heads: int = 6
@@ -68,17 +68,17 @@ METHODS: dict[str, tuple[str | None, str]] = {
     "magnitude": (None, "magnitude"),
     "random": (None, "random"),
 }
-"""The penalty on coupled channels, if there is one, and the score that decides which of them go."""
+"""The penalty on coupled channels, if any, and the score that decides which of them are pruned."""
 
 
 class Task(ABC):
-    """A network, its data on a device, its loss, and what it is judged by."""
+    """A network, its data on a device, its loss, and its score."""
 
     sizes_type: ClassVar[type[Sizes]]
     brief: ClassVar[Sizes]
     data_help: ClassVar[str]
     strengths: ClassVar[dict[str, tuple[float, ...]]]
-    """What each penalty is tried with: as many for one as for the other."""
+    """The strengths that are tried for each penalty, the same number for all."""
     weight_decay: ClassVar[float]
     betas: ClassVar[tuple[float, float]]
     shown: ClassVar[trained_fronts.Shown]
@@ -101,11 +101,11 @@ class Task(ABC):
 
     @abstractmethod
     def scores(self, model: nn.Module) -> dict[str, float]:
-        """In eval mode: `score`, and what strengths are chosen by, `held_out`, where data is held out for that."""
+        """In eval mode: `score` and, if data is held out for choosing strengths, `held_out`."""
 
     @abstractmethod
     def inputs(self, count: int) -> Tensor:
-        """Real ones, for tracing and timing."""
+        """Real inputs, for tracing and timing."""
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda")
@@ -124,7 +124,7 @@ def cosine(highest: float, warmup: int, total: int) -> Callable[[int], float]:
 
 
 class Unusable(RuntimeError):
-    """Compiling or capturing does not work here; `word` is what a new start goes without it with."""
+    """Compiling or capturing does not work here; `word` is the option that switches it off."""
 
     def __init__(self, word: str, why: Exception):
         super().__init__(f"{type(why).__name__}: {' '.join(str(why).split()[:30])}")
@@ -132,9 +132,9 @@ class Unusable(RuntimeError):
 
 
 class Trainer:
-    """A network, its optimizer and a schedule that several stages may go on with.
+    """A network, its optimizer and a schedule that several stages may continue.
 
-    On a GPU a step is captured as a CUDA graph once a few have been done plainly, and replayed; blocks may be compiled.
+    On a GPU, after a few plain steps, a step is captured as a CUDA graph and replayed; blocks may be compiled.
     """
 
     WARM_UP = 3
@@ -174,11 +174,11 @@ class Trainer:
         self.optimizer.step()
 
     def run(self, steps: int) -> dict[str, Any]:
-        """Trains, and gives the scores at the last step and at the best that was looked at."""
-        seen: list[dict[str, float]] = []
+        """Trains; returns the scores of the last step, and of the best one that was evaluated."""
+        scores: list[dict[str, float]] = []
         graph: torch.cuda.CUDAGraph | None = None
-        places = next(self.batches)
-        began, begun_at = time.monotonic(), 0
+        inputs = next(self.batches)
+        began, first_step = time.monotonic(), 0
         for i in range(1, steps + 1):
             for group in self.optimizer.param_groups:
                 if self.captures:
@@ -186,33 +186,33 @@ class Trainer:
                 else:
                     group["lr"] = self.rate(self.step)
             if graph is None and self.captures and i > self.WARM_UP:
-                places = tuple(t.clone() for t in places)  # what the graph reads
-                graph = self._captured(places)
-                began, begun_at = time.monotonic(), i - 1
+                inputs = tuple(t.clone() for t in inputs)  # the tensors that the graph reads
+                graph = self._captured(inputs)
+                began, first_step = time.monotonic(), i - 1
             if graph is None:
                 self._aside(next(self.batches))
             else:
-                for place, new in zip(places, next(self.batches), strict=True):
-                    place.copy_(new)
+                for tensor, new in zip(inputs, next(self.batches), strict=True):
+                    tensor.copy_(new)
                 graph.replay()
             self.step += 1
             if i % self.task.sizes.check_every == 0 or i == steps:
-                seen.append(self.task.scores(self.network.eval()) | {"step": self.step})
+                scores.append(self.task.scores(self.network.eval()) | {"step": self.step})
                 self.network.train()
-                pace = (time.monotonic() - began) / (i - begun_at)
-                print(f"  step {self.step}: {seen[-1]['score']:.4f}; {1e3 * pace:.2f} ms a step", flush=True)
-                if math.isnan(seen[-1]["score"]):
-                    raise SystemExit(f"the score is not a number any more at step {self.step}")
+                pace = (time.monotonic() - began) / (i - first_step)
+                print(f"  step {self.step}: {scores[-1]['score']:.4f}; {1e3 * pace:.2f} ms a step", flush=True)
+                if math.isnan(scores[-1]["score"]):
+                    raise SystemExit(f"the score is NaN at step {self.step}")
         self.network.zero_grad()
-        best = self.task.shown.best(seen, key=lambda s: s["score"])
-        numbers: dict[str, Any] = {"last": seen[-1]["score"], "best": best["score"], "best_step": best["step"]}
-        return numbers | ({"held_out": seen[-1]["held_out"]} if "held_out" in seen[-1] else {})
+        best = self.task.shown.best(scores, key=lambda s: s["score"])
+        numbers: dict[str, Any] = {"last": scores[-1]["score"], "best": best["score"], "best_step": best["step"]}
+        return numbers | ({"held_out": scores[-1]["held_out"]} if "held_out" in scores[-1] else {})
 
-    def _captured(self, places: Batch) -> torch.cuda.CUDAGraph:
+    def _captured(self, inputs: Batch) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph):
-                self.once(places)
+                self.once(inputs)
         except Exception as why:
             raise Unusable("--no-capture", why) from why
         return graph
@@ -234,9 +234,9 @@ class Trainer:
 
 
 class Study:
-    """Stages of one folder and seed: each is done once, its network and its numbers are kept.
+    """The stages of one folder and seed: each is executed once, and its network and numbers are kept.
 
-    One network goes through all of them, so that it is compiled and its channels are coupled once.
+    One network object goes through all of them, so that it is compiled and its channels are coupled only once.
     """
 
     def __init__(
@@ -279,7 +279,7 @@ class Study:
         write_atomically(self.file, (json.dumps(self.results, indent=1) + "\n").encode())
 
     def reach(self, name: str, work: Callable[[], dict[str, Any]]) -> None:
-        """Afterwards the network has this stage's weights; trained now if they were not yet."""
+        """Gives the network this stage's weights; trains them if they are not there yet."""
         if name not in self.states:
             if name in self.results and self.path(name).exists():
                 self.network.load_state_dict(dh.load(self.path(name), self.network).state_dict())
@@ -308,16 +308,16 @@ class Study:
             self.keep(name, self.network, numbers | self.costs(self.network))
 
     def penalised(self, method: str, strength: float) -> None:
-        """Trained on under the penalty of a method; where it has none, without."""
+        """Trains the dense network on, with the penalty of the method if it has one."""
         penalty, _ = METHODS[method]
         name = f"plain-{self.seed}" if penalty is None else f"{method}-{strength:g}-{self.seed}"
 
         def work() -> dict[str, Any]:
             self.dense()
             self.begin(name)
-            pressed = penalty and dh.Regularizer(self.network, penalty, self.groups, strength, weigh="size")
-            trainer = self.trainer(self.seed + 1000)
-            trainer.regularizer = pressed or None
+            regularizer = penalty and dh.Regularizer(self.network, penalty, self.groups, strength, weigh="size")
+            trainer = self.trainer(self.seed + 1000)  # after the groups, which need the network in eval mode
+            trainer.regularizer = regularizer or None
             return trainer.run(self.sizes.penalty_steps)
 
         self.reach(name, work)
@@ -386,40 +386,40 @@ class Study:
 
 
 def main(kind: type[Task], about: str | None) -> None:
-    words = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    words.add_argument("data", type=Path, nargs="?", help=kind.data_help)
-    words.add_argument("--out", type=Path, required=True, help="a folder for networks and seed-N.json")
-    words.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    words.add_argument("--seeds", type=int, nargs="+", default=[0])
-    words.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
-    words.add_argument(
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", type=Path, nargs="?", help=kind.data_help)
+    parser.add_argument("--out", type=Path, required=True, help="a folder for networks and seed-N.json")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
+    parser.add_argument(
         "--strengths", type=float, nargs="+", help="strengths of both penalties, instead of the defaults"
     )
-    words.add_argument("--densities", type=float, nargs="+", default=[0.5, 0.25])
-    words.add_argument("--seconds", type=float, default=math.inf, help="start nothing new after this time")
-    words.add_argument(
+    parser.add_argument("--densities", type=float, nargs="+", default=[0.5, 0.25])
+    parser.add_argument("--seconds", type=float, default=math.inf, help="start nothing new after this time")
+    parser.add_argument(
         "--compile", action=argparse.BooleanOptionalAction, default=False, help="compile blocks with inductor"
     )
-    words.add_argument(
+    parser.add_argument(
         "--capture", action=argparse.BooleanOptionalAction, default=True, help="capture steps as CUDA graphs"
     )
-    words.add_argument("--brief", action="store_true", help="tiny, on synthetic data, only to show that it runs")
-    one = words.add_mutually_exclusive_group()
-    one.add_argument(
+    parser.add_argument("--brief", action="store_true", help="tiny, on synthetic data, only to show that it runs")
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument(
         "--together",
         action=argparse.BooleanOptionalAction,
         default=False,
         help="all seeds in parallel, one process each",
     )
-    one.add_argument("--speeds", action="store_true", help="only time the networks that the table shows")
-    one.add_argument("--table", action="store_true", help="only print the table of existing results")
-    one.add_argument("--figure", type=Path, help="only draw the figure of existing results into this folder")
-    one.add_argument("--page", type=Path, help="only write table and figure into this page, between its marks")
+    mode.add_argument("--speeds", action="store_true", help="only time the networks that the table shows")
+    mode.add_argument("--table", action="store_true", help="only print the table of existing results")
+    mode.add_argument("--figure", type=Path, help="only draw the figure of existing results into this folder")
+    mode.add_argument("--page", type=Path, help="only write table and figure into this page, between its marks")
     for field in fields(kind.sizes_type):
-        words.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default))
-    chosen = words.parse_args()
-    given = {f.name: value for f in fields(kind.sizes_type) if (value := getattr(chosen, f.name)) is not None}
-    sizes = kind.sizes_type(**((asdict(kind.brief) if chosen.brief else {}) | given))
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default))
+    chosen = parser.parse_args()
+    typed = {f.name: value for f in fields(kind.sizes_type) if (value := getattr(chosen, f.name)) is not None}
+    sizes = kind.sizes_type(**((asdict(kind.brief) if chosen.brief else {}) | typed))
     end = time.monotonic() + chosen.seconds
     if chosen.together:
         _side_by_side(chosen.out, chosen.seeds)
@@ -430,10 +430,10 @@ def main(kind: type[Task], about: str | None) -> None:
                 study = Study(chosen.out, seed, task, end, chosen.compile, chosen.capture)
                 _all(study, chosen)
         except TimeoutError:
-            print("the time is over; the same command goes on", flush=True)
+            print("the time is over; the same command resumes", flush=True)
         except Unusable as why:
             # A new process, since a failed capture leaves much behind; it finds all stages that are done.
-            print(f"{why}\ngoing on with {why.word}", flush=True)
+            print(f"{why}\ncontinuing with {why.word}", flush=True)
             left = ["--seconds", str(end - time.monotonic())]
             os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], why.word, *left])
     results = trained_fronts.read(chosen.out)
@@ -457,10 +457,10 @@ def _all(study: Study, chosen: argparse.Namespace) -> None:
 
 
 def _side_by_side(folder: Path, seeds: list[int]) -> None:
-    """Each seed in a process of its own; what they say is in `seed-N.log`.
+    """Each seed in its own process, with its output in `seed-N.log`.
 
-    They take turns on a GPU, which each of them fills. Through MPS, and compiled for the first time, three came to NaN
-    on an H200; without MPS, with what had been compiled by then, they did not.
+    They take turns on a GPU, as each of them fills it. When three shared an H200 by MPS and compiled for the first
+    time, they ended with NaN; without MPS, and with the code that had been compiled by then, they did not.
     """
     folder.mkdir(parents=True, exist_ok=True)
     logs = [folder / f"seed-{seed}.log" for seed in seeds]
@@ -475,12 +475,12 @@ def _side_by_side(folder: Path, seeds: list[int]) -> None:
     for log in failed:
         print(f"{log}: …\n{log.read_text()[-2000:]}", flush=True)
     if failed:
-        raise SystemExit(f"{len(failed)} of {len(seeds)} seeds failed; the same command goes on where they stopped")
+        raise SystemExit(f"{len(failed)} of {len(seeds)} seeds failed; the same command resumes them")
 
 
 def _tries(
-    methods: list[str], given: list[float] | None, strengths: dict[str, tuple[float, ...]]
+    methods: list[str], chosen: list[float] | None, strengths: dict[str, tuple[float, ...]]
 ) -> list[tuple[str, float]]:
-    """First all methods with their first strength, so that a run cut short compares them."""
-    own = {m: (given or strengths[m]) if METHODS[m][0] else [0.0] for m in methods}
-    return [(m, own[m][i]) for i in range(max(map(len, own.values()))) for m in methods if i < len(own[m])]
+    """Methods and strengths: first the first strength of all methods, so that an interrupted run compares them."""
+    tries = {m: (chosen or strengths[m]) if METHODS[m][0] else [0.0] for m in methods}
+    return [(m, tries[m][i]) for i in range(max(map(len, tries.values()))) for m in methods if i < len(tries[m])]

@@ -1,4 +1,4 @@
-"""What the penalty costs: a LeNet-300-100 step with none, with ours, with a plain autograd loop; and an epoch.
+"""What the penalty costs: a LeNet-300-100 step without it, with ours, and with a plain autograd loop; and an epoch.
 
     python benchmarks/training_step.py --out results/bench/training-step-cpu.json
 
@@ -19,13 +19,13 @@ import torch.nn.functional as F
 import deephoyer as dh
 from deephoyer.lab import data, models, recipe
 from deephoyer.lab.train.run import Run
-from measuring import show, words, write
+from measuring import make_parser, show, write
 
 BATCH = 100
 
 
 def autograd_penalty(model: torch.nn.Module) -> torch.Tensor:
-    """Hoyer-Square as it is usually written: one term a tensor, with a host check for an all-zero tensor."""
+    """Hoyer-Square as it is usually written: one term per tensor, and a check on the host that it is not all zero."""
     total = torch.zeros(())
     for p in model.parameters():
         if p.requires_grad and p.dim() > 1 and torch.sum(torch.abs(p)) > 0:
@@ -55,7 +55,7 @@ def step_of(kind: str) -> Callable[[], None]:
 
 
 def steps(rounds: int = 60, burst: int = 10) -> dict[str, float]:
-    """Median milliseconds a step, the kinds in turns so that all see the same machine."""
+    """Median milliseconds per step; the kinds take turns, so that all are timed under the same conditions."""
     kinds = {kind: step_of(kind) for kind in ("bare", "add_grad_", "autograd loop")}
     times: dict[str, list[float]] = {kind: [] for kind in kinds}
     for i in range(rounds + 5):
@@ -69,7 +69,7 @@ def steps(rounds: int = 60, burst: int = 10) -> dict[str, float]:
 
 
 def hand_written_epoch() -> float:
-    """Seconds for an epoch of the plainest loop over the same images in memory, without a penalty."""
+    """Seconds for an epoch of the simplest loop over the same images in memory, without a penalty."""
     torch.manual_seed(0)
     digits = data.load("mnist")
     x, y = digits.floats(digits.train_x), digits.train_y
@@ -84,7 +84,7 @@ def hand_written_epoch() -> float:
 
 
 def run_epoch() -> float:
-    """Seconds for a regularized epoch of `deephoyer run`, all of it: draws, penalty, metrics, evaluation."""
+    """Seconds for a whole regularized epoch of `deephoyer run`: batches, penalty, metrics, evaluation."""
     with tempfile.TemporaryDirectory() as folder:
         stages = ["pretrain=null", "regularize.epochs=3", "finetune=null"]
         changes = ["data=mnist", *stages, "device=cpu", "epoch_selection=test-best"]
@@ -105,16 +105,16 @@ def measured(rounds: int = 60, epochs: int = 3) -> dict[str, Any]:
 
 def rows(record: dict[str, Any]) -> list[list[str]]:
     step, epoch = record["step_ms"], record["epoch_s"]
-    made: list[list[str]] = [["", "takes", "÷ the bare one"]]
+    table: list[list[str]] = [["", "takes", "÷ the bare one"]]
     for kind, ms in step.items():
-        made.append([f"step, {kind}", f"{ms:.3f} ms", f"{ms / step['bare']:.2f}"])
+        table.append([f"step, {kind}", f"{ms:.3f} ms", f"{ms / step['bare']:.2f}"])
     for kind, seconds in epoch.items():
-        made.append([f"epoch, {kind}", f"{seconds:.2f} s", f"{seconds / epoch['by hand']:.2f}"])
-    return made
+        table.append([f"epoch, {kind}", f"{seconds:.2f} s", f"{seconds / epoch['by hand']:.2f}"])
+    return table
 
 
 def main() -> None:
-    chosen = words(__doc__, device=False).parse_args()
+    chosen = make_parser(__doc__, device=False).parse_args()
     record = measured(rounds=5, epochs=0) if chosen.brief else measured()
     show("LeNet-300-100, batch 100, CPU", rows(record))
     write(chosen.out, record)

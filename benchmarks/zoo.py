@@ -4,10 +4,10 @@
     python benchmarks/zoo.py --out zoo.jsonl --families hf own --jobs 2 --limit 60 --side
     python benchmarks/zoo.py --out zoo.jsonl --render docs/zoo.md   # the table, nothing is run
 
-One process for each network, with a time limit. Each network is pruned to a density of 0.5 with `Coupled`, compacted,
-and compared with itself before on inputs that compaction has not seen. With `--side` Torch-Pruning's magnitude pruner
-gets the same network and the same share; it doesn't keep the function, so it counts as working when the network
-runs afterwards with outputs of the same shape. One line of JSON for each network. yolo's library is never imported.
+One process for each network, with a time limit. Each network is pruned to a density of 0.5 with `Coupled` and
+compacted, and its outputs are compared on inputs that compaction has not seen. With `--side` Torch-Pruning's magnitude
+pruner gets the same network and the same share; it does not keep the function, so it counts as working if the network
+still runs, with outputs of the same shape. One line of JSON for each network. The library of yolo is never imported.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from zoo_table import render
 
 DENSITY = 0.5
 GONE = 0.4
-"""Share of the parameters that must be gone for a network to count as smaller."""
+"""The share of parameters that must be removed for a network to count as smaller."""
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-3}
 SIDE_LIMIT = 30
-"""Processor seconds for Torch-Pruning, which goes on for ever on some networks."""
+"""CPU seconds for Torch-Pruning, which does not terminate on some networks."""
 INNER_TOLERANCE = 1e-5
 """For a network in float64 that computes something in float32, as Hugging Face's RMSNorms do."""
 
@@ -59,7 +59,7 @@ def called(model: nn.Module, inputs: Any) -> Any:
 
 
 def fresh(inputs: Any) -> Any:
-    """Other numbers of the same shape; whole numbers (tokens, edges, steps) as they are."""
+    """Inputs with other random numbers; integers (tokens, edges, steps) stay the same."""
     if isinstance(inputs, Tensor):
         return torch.randn_like(inputs) if inputs.is_floating_point() else inputs
     if isinstance(inputs, dict):
@@ -68,7 +68,7 @@ def fresh(inputs: Any) -> Any:
 
 
 def tensors_of(output: Any) -> Iterator[Tensor]:
-    """All tensors in an output, whatever holds them; past keys and values are not the network's answer."""
+    """All tensors in an output of any type, without past keys and values."""
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, dict):
@@ -83,7 +83,7 @@ def tensors_of(output: Any) -> Iterator[Tensor]:
 
 
 class _Precision(TorchDispatchMode):
-    """Notes whether any operation gives float32 numbers."""
+    """Notes whether any operation returns float32 numbers."""
 
     single = False
 
@@ -95,11 +95,11 @@ class _Precision(TorchDispatchMode):
 
 @torch.no_grad()
 def tolerance(model: nn.Module, inputs: Any) -> float:
-    """How far outputs may lie apart by rounding alone."""
-    with _Precision() as seen:
+    """How far outputs may differ by rounding alone."""
+    with _Precision() as precision:
         called(model, inputs)
-    kind = next(model.parameters()).dtype
-    return INNER_TOLERANCE if kind == torch.float64 and seen.single else TOLERANCE.get(kind, 0.0)
+    dtype = next(model.parameters()).dtype
+    return INNER_TOLERANCE if dtype == torch.float64 and precision.single else TOLERANCE.get(dtype, 0.0)
 
 
 @torch.no_grad()
@@ -115,7 +115,7 @@ def difference(model: nn.Module, small: nn.Module, inputs: Any) -> float:
         elif a.is_floating_point() and a.numel():
             gap = ((a - b).abs().max() / a.abs().max().clamp_min(1e-30)).item()
             gaps.append(gap if gap == gap else float("inf"))
-    # A detector may keep the other of two boxes of the same score.
+    # Of two boxes with the same score a detector may keep either.
     return max(gaps) if max(gaps) < 1e-3 else min(max(gaps), but_for_ties(model, small, inputs, 1e-9))
 
 
@@ -127,7 +127,7 @@ def macs_of(model: nn.Module, inputs: Any) -> int:
 
 @torch.no_grad()
 def macs_by_torch(model: nn.Module, inputs: Any) -> int | None:
-    """By torch's flop counter, which counts two for each, where it can look at the network at all."""
+    """By torch's flop counter, which counts two operations for each; None if it cannot follow the network."""
     try:
         with FlopCounterMode(display=False) as counter:
             called(model, inputs)
@@ -141,13 +141,13 @@ def parameters_of(model: nn.Module) -> int:
 
 
 def inner_left(model: nn.Module, small: nn.Module, groups: dh.Coupled) -> float | None:
-    """The share of parameters left in what lies between embeddings, inputs and outputs: a transformer's blocks."""
+    """The share of parameters left between embeddings, inputs and outputs: in a transformer's blocks."""
     outer = {
         name
-        for one in groups.sets
-        if one.reason in ("network output", "network input")
-        for name, side in one.places
-        if (side == "out") == (one.reason == "network output")
+        for coupled in groups.sets
+        if coupled.reason in ("network output", "network input")
+        for name, side in coupled.places
+        if (side == "out") == (coupled.reason == "network output")
     }
     tied = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     before: Counter[bool] = Counter()
@@ -161,33 +161,33 @@ def inner_left(model: nn.Module, small: nn.Module, groups: dh.Coupled) -> float 
 
 
 def only_width_stays(groups: dh.Coupled, small: nn.Module) -> bool:
-    """Whether half of all that may go went, and what may not is next to nothing but the width that norms hold, or
-    at least no heads and no neurons.
+    """Whether half of the channels that can be removed are, and the others are almost only the width that norms hold,
+    or at least no heads and no neurons.
     """
     outer = ("normalises over channels", "rows of an embedding", "network input", "network output")
     norms = {name for name, m in groups.model.named_modules() if isinstance(m, nn.LayerNorm)}
-    held = [one for one in groups.sets if one.reason and not norms.intersection(one.layers)]
-    strange = sum(len(one.channels) for one in held if not any(words in str(one.reason) for words in outer))
-    free = sum(len(one.channels) for one in groups.sets if not one.reason)
-    by_norms = any("normalises" in str(one.reason) for one in groups.sets)
-    share = strange / max(1, sum(len(one.channels) for one in groups.sets))
-    pairs = [one for one in groups.sets if one.heads or dh.Neurons._meant(groups, one)]  # type: ignore[arg-type]
-    inside = bool(pairs) and not any(one.reason for one in pairs)
-    return by_norms and (share < 0.03 or inside) and compact_report(small).removed >= 0.45 * free
+    held = [coupled for coupled in groups.sets if coupled.reason and not norms.intersection(coupled.layers)]
+    others = sum(len(c.channels) for c in held if not any(words in str(c.reason) for words in outer))
+    free = sum(len(c.channels) for c in groups.sets if not c.reason)
+    by_norms = any("normalises" in str(c.reason) for c in groups.sets)
+    share = others / max(1, sum(len(c.channels) for c in groups.sets))
+    inner = [c for c in groups.sets if c.heads or dh.Neurons._meant(groups, c)]  # type: ignore[arg-type]
+    inner_free = bool(inner) and not any(c.reason for c in inner)
+    return by_norms and (share < 0.03 or inner_free) and compact_report(small).removed >= 0.45 * free
 
 
 def reasons(groups: dh.Coupled) -> list[tuple[str, float]]:
-    """Why channels stay, with the share of all channels that each reason holds, most first."""
-    held: Counter[str] = Counter()
-    for one in groups.sets:
-        held[one.reason or ""] += len(one.channels)
-    whole = sum(held.values())
-    inside = ((why, n / whole) for why, n in held.most_common() if why not in ("", "network input", "network output"))
-    return list(inside)[:3]
+    """Why channels are kept: the three most frequent reasons, with their shares of all channels."""
+    counts: Counter[str] = Counter()
+    for coupled in groups.sets:
+        counts[coupled.reason or ""] += len(coupled.channels)
+    total = sum(counts.values())
+    outer = ("", "network input", "network output")
+    return [(reason, n / total) for reason, n in counts.most_common() if reason not in outer][:3]
 
 
 def ours(model: nn.Module, inputs: Any) -> dict[str, Any]:
-    """Pruned by half, compacted, compared."""
+    """Prunes half of the channels, compacts, and compares the outputs."""
     record: dict[str, Any] = {}
     start = time.perf_counter()
     try:
@@ -195,7 +195,9 @@ def ours(model: nn.Module, inputs: Any) -> dict[str, Any]:
         record["coupled_seconds"] = round(time.perf_counter() - start, 2)
         record["held"] = reasons(groups)
         dh.prune(model, dh.Density(DENSITY), groups=groups)
-        record["macs"] = macs_of(model, inputs)  # a detector whose weights are others finds another number of boxes
+        record["macs"] = macs_of(
+            model, inputs
+        )  # after pruning: with other weights a detector finds another number of boxes
         start = time.perf_counter()
         small = dh.compact(model, inputs, groups=groups)
         record["compact_seconds"] = round(time.perf_counter() - start, 2)
@@ -225,7 +227,7 @@ def ours(model: nn.Module, inputs: Any) -> dict[str, Any]:
 
 
 def torch_pruning(model: nn.Module, inputs: Any) -> dict[str, Any]:
-    """The same share taken out by Torch-Pruning, which is told to spare the last layer."""
+    """Removes the same share by Torch-Pruning, except from the last layer."""
     import torch_pruning as tp
 
     before = [t.shape for t in tensors_of(called(model, inputs))]
@@ -257,7 +259,7 @@ def torch_pruning(model: nn.Module, inputs: Any) -> dict[str, Any]:
 
 
 def examined(family: str, name: str, side: bool) -> Iterator[dict[str, Any]]:
-    """The network's record, first without Torch-Pruning's half, which may take all the time there is."""
+    """The network's record: first without Torch-Pruning's part, which may use up all the time, then with it."""
     record: dict[str, Any] = {"family": family, "name": name}
     try:
         model, inputs = build(family, name)
@@ -286,7 +288,7 @@ def _work(send: Connection, family: str, name: str, side: bool, limit: int) -> N
 
 
 class Child:
-    """One network in a process of its own."""
+    """One network in its own process."""
 
     def __init__(self, family: str, name: str, side: bool, limit: int):
         # A fork, so that torch and the families' libraries are imported once for all networks.
@@ -294,20 +296,20 @@ class Child:
         self.family, self.name, self.limit = family, name, limit
         self.receive, send = context.Pipe(duplex=False)
         self.process = context.Process(target=_work, args=(send, family, name, side, limit), daemon=True)
-        self.found: dict[str, Any] | None = None
+        self.latest: dict[str, Any] | None = None
         self.process.start()
         send.close()
 
     def record(self) -> dict[str, Any] | None:
-        """What came of it; None while it is at work."""
+        """The record of the network; None while it is not finished."""
         if self.receive.poll(0.05):
             try:
-                self.found = self.receive.recv()
+                self.latest = self.receive.recv()
             except EOFError:
                 self.process.join()
                 if self.process.exitcode == -signal.SIGXCPU:
-                    return self.found or self._lost("timeout", f"more than {self.limit} s")
-                return self.found or self._lost("died", f"its process ended with status {self.process.exitcode}")
+                    return self.latest or self._lost("timeout", f"more than {self.limit} s")
+                return self.latest or self._lost("died", f"its process ended with status {self.process.exitcode}")
         return None
 
     def _lost(self, status: str, why: str) -> dict[str, Any]:
@@ -315,7 +317,7 @@ class Child:
 
 
 def line(record: dict[str, Any]) -> str:
-    """What the terminal shows of a network."""
+    """One line on a network, for the terminal."""
     shown = f"{record['family']:16} {record['name']:34} {record['status']:18}"
     if "parameters_left" in record:
         left = record["parameters_left"] / record["parameters"]
@@ -351,33 +353,35 @@ def records(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
 
 
 def imported(families: set[str]) -> None:
-    """Imports what the chosen families need, once, before processes are forked."""
+    """Imports the libraries of the chosen families once, before processes are forked."""
     modules = {
         "timm": "timm",
         "hf": "transformers.modeling_utils",
         "diffusers": "diffusers.models.unets.unet_2d",
         "pyg": "torch_geometric.nn",
+        "smp": "segmentation_models_pytorch",
     }
-    modules |= {"smp": "segmentation_models_pytorch"}
     for family in families:
         try:
             __import__(modules.get(family, "torchvision"))
         except ImportError as why:
-            print(f"{family}: {why}")  # its networks then say so each
+            print(f"{family}: {why}")  # each of its networks then fails for that reason
 
 
 def main() -> None:
-    words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    words.add_argument("--out", type=Path, required=True, help="a file of JSON lines; networks in it are not run again")
-    words.add_argument("--families", nargs="+", choices=list(names()), default=list(names()))
-    words.add_argument("--names", nargs="+", default=["*"], help="glob patterns")
-    words.add_argument("--again", nargs="*", help="run networks with these statuses again; without a status, all")
-    words.add_argument("--jobs", type=int, default=1)
-    words.add_argument("--limit", type=int, default=300, help="CPU seconds per network")
-    words.add_argument("--brief", action="store_true", help="the first three networks of each family")
-    words.add_argument("--side", action="store_true", help="also run Torch-Pruning")
-    words.add_argument("--render", type=Path, help="only write the table to this file")
-    chosen = words.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--out", type=Path, required=True, help="a file of JSON lines; networks in it are not run again"
+    )
+    parser.add_argument("--families", nargs="+", choices=list(names()), default=list(names()))
+    parser.add_argument("--names", nargs="+", default=["*"], help="glob patterns")
+    parser.add_argument("--again", nargs="*", help="run networks with these statuses again; without a status, all")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--limit", type=int, default=300, help="CPU seconds per network")
+    parser.add_argument("--brief", action="store_true", help="the first three networks of each family")
+    parser.add_argument("--side", action="store_true", help="also run Torch-Pruning")
+    parser.add_argument("--render", type=Path, help="only write the table to this file")
+    chosen = parser.parse_args()
     done = records(chosen.out)
     if chosen.render:
         chosen.render.write_text(render(done, names()))

@@ -1,7 +1,7 @@
 """The networks of `zoo.txt`, built from configurations, each with example inputs; nothing is downloaded.
 
-Weights are random; so are norms' scales, shifts and statistics, and nothing is left at zero, or what was removed
-wrongly could not show in the outputs. Not here: what is done with the networks (`zoo.py`).
+Weights are random, and so are the scales, shifts and statistics of norms; nothing is left at zero, so that a wrong
+removal shows in the outputs. What is done with the networks is in `zoo.py`.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ Built = tuple[nn.Module, Any]
 
 
 class NotBuilt(Exception):
-    """A network that its library does not give us, and why."""
+    """A network that could not be built, and why."""
 
 
 def names() -> dict[str, list[str]]:
     """Families and the names in each, as the list has them."""
-    found: dict[str, list[str]] = {}
+    families: dict[str, list[str]] = {}
     for line in LIST.read_text().splitlines():
         family, colon, rest = line.partition(":")
         if colon and not line.startswith("#"):
-            found[family] = rest.split()
-    return found
+            families[family] = rest.split()
+    return families
 
 
 def build(family: str, name: str) -> Built:
-    """A network in eval mode with example inputs that it was seen to read."""
+    """A network in eval mode, with example inputs that it has been run on."""
     torch.manual_seed(0)
     try:
         model, inputs = FAMILIES[family](name)
@@ -45,18 +45,18 @@ def build(family: str, name: str) -> Built:
     except Exception as why:
         raise NotBuilt(f"{type(why).__name__}: {why}") from why
     model = wake(model.eval())
-    choosy = family == "tv-det"  # which boxes are kept, and how masks are laid out, hangs on rounding
-    if choosy or sum(p.numel() for p in model.parameters()) <= DOUBLE_UP_TO:
+    detector = family == "tv-det"  # which boxes are kept, and how masks are laid out, depends on rounding
+    if detector or sum(p.numel() for p in model.parameters()) <= DOUBLE_UP_TO:
         try:
             return _readable(model.double(), [_doubled(inputs)])
         except Exception:
-            model.float()  # its code makes float32 numbers on the way, which don't fit
+            model.float()  # its code creates float32 tensors, which don't fit
     return model, inputs
 
 
 @torch.no_grad()
 def wake(model: nn.Module) -> nn.Module:
-    """Norms that shift and scale, and no parameter that is nothing but zeros or next to it."""
+    """Gives norms random scales, shifts and statistics, and parameters that are (nearly) all zero random values."""
     for module in model.modules():
         if isinstance(getattr(module, "running_mean", None), Tensor):
             module.running_mean.normal_(std=0.3)  # type: ignore[operator, union-attr]

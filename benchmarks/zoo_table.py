@@ -44,16 +44,16 @@ def works(record: Record) -> bool:
 def _families(records: Records, names: dict[str, list[str]]) -> list[str]:
     lines = ["## By family", "", "| family | networks | " + " | ".join(COLUMNS) + " | Torch-Pruning works |"]
     lines += ["|---|" + "--:|" * (len(COLUMNS) + 2)]
-    whole: Counter[str] = Counter()
+    totals: Counter[str] = Counter()
     for family, members in names.items():
-        found = [records[family, name] for name in members if (family, name) in records]
-        counts = Counter(r["status"] for r in found)
-        counts["tp"] = sum(map(works, found))
-        whole.update(counts)
-        if found:
-            lines.append(_row(family, f"{len(found)} of {len(members)}", counts))
-    total = sum(n for status, n in whole.items() if status != "tp")
-    return [*lines, _row("all", str(total), whole)]
+        tried = [records[family, name] for name in members if (family, name) in records]
+        counts = Counter(r["status"] for r in tried)
+        counts["tp"] = sum(map(works, tried))
+        totals.update(counts)
+        if tried:
+            lines.append(_row(family, f"{len(tried)} of {len(members)}", counts))
+    total = sum(n for status, n in totals.items() if status != "tp")
+    return [*lines, _row("all", str(total), totals)]
 
 
 def _row(name: str, tried: str, counts: Counter[str]) -> str:
@@ -74,9 +74,9 @@ def _networks(records: Records, names: dict[str, list[str]]) -> list[str]:
     head = "| network | parameters | parameters left | MACs left | outputs differ by | seconds | status |"
     head += " most held by | Torch-Pruning: parameters left, seconds |"
     for family, members in names.items():
-        found = [records[family, name] for name in members if (family, name) in records]
-        if found:
-            lines += [f"### {family}", "", head, "|---|--:|--:|--:|--:|--:|---|---|---|", *map(_network, found), ""]
+        tried = [records[family, name] for name in members if (family, name) in records]
+        if tried:
+            lines += [f"### {family}", "", head, "|---|--:|--:|--:|--:|--:|---|---|---|", *map(_network, tried), ""]
     return lines[:-1]
 
 

@@ -19,24 +19,25 @@ from deephoyer.lab.choices import named
 from deephoyer.lab.comparison import ComparedRun, Comparison, Job
 from deephoyer.lab.comparison_protocol import Entry
 from deephoyer.lab.methods import METHODS
-from deephoyer.lab.report import methods_page, own_settings, record, verify
-from deephoyer.lab.report.significance import holm, sign_flips
+from deephoyer.lab.report import comparison_results, methods_page, printed_results, record, verify
+from deephoyer.lab.report.comparison_results import ComparisonResults
+from deephoyer.lab.report.significance import holm, sign_flips, verdicts
 
 ROOT = Path(__file__).parents[1]
 
 
-class Told(Comparison):
-    """A comparison whose outcomes are said by a function, without runs."""
+class Simulated(Comparison):
+    """A comparison whose outcomes come from a function of the job; nothing is run."""
 
     def __init__(self, name, held_out, **settings):
         super().__init__(name, **settings)
         self.held_out = held_out
 
     def outcome(self, job):
-        found = self.held_out(job)
-        if found is None:
+        accuracy = self.held_out(job)
+        if accuracy is None:
             return None
-        return ComparedRun(**dataclasses.asdict(job), share=job.size, held_out=found, accuracy=found, seconds=1.0,
+        return ComparedRun(**dataclasses.asdict(job), share=job.size, held_out=accuracy, accuracy=accuracy, seconds=1.0,
                        command="deephoyer run …", commit=None, device=None)  # fmt: skip
 
     def failure(self, job):
@@ -45,25 +46,28 @@ class Told(Comparison):
 
 @pytest.mark.parametrize("name", comparison_protocol.names())
 def test_every_comparison_gives_all_methods_the_same_epochs_and_as_many_settings(name):
-    found = Comparison(name)
+    comparison = Comparison(name)
     large = name.startswith("resnet")  # of which a run takes minutes
-    assert len(found.protocol.sizes) == 3 and "random" in found.methods
-    assert (found.protocol.choose, found.protocol.final) == ((1, 2) if large else (3, 10))
-    for method, entry in found.methods.items():
+    assert len(comparison.protocol.sizes) == 3 and "random" in comparison.methods
+    assert (comparison.protocol.choose, comparison.protocol.final) == ((1, 2) if large else (3, 10))
+    for method, entry in comparison.methods.items():
         assert len(entry.values) == (3 if large else 8), method
         *before, last = (
-            found._read(words) for words in found.chain(Job(method, entry.values[1], 0, found.protocol.sizes[0]))
+            comparison._read(words)
+            for words in comparison.chain(Job(method, entry.values[1], 0, comparison.protocol.sizes[0]))
         )
         stages = [getattr(r, stage) for r in (*before, last) for stage in ("pretrain", "regularize", "finetune")]
-        assert sum(s.epochs for s in stages if s) == found.dense_epochs + found.epochs, method
+        assert sum(s.epochs for s in stages if s) == comparison.dense_epochs + comparison.epochs, method
         assert last.prune is not None and all(r.prune is None for r in before)
 
 
 @pytest.mark.parametrize("name", comparison_protocol.names())
 def test_methods_that_know_the_size_share_nothing_between_sizes(name):
-    found = Comparison(name)
-    for method, entry in found.methods.items():
-        chosen = found._read(found.chain(Job(method, entry.values[0], 0, found.protocol.sizes[0]))[-1]).method
+    comparison = Comparison(name)
+    for method, entry in comparison.methods.items():
+        chosen = comparison._read(
+            comparison.chain(Job(method, entry.values[0], 0, comparison.protocol.sizes[0]))[-1]
+        ).method
         if chosen is None:
             continue
         method_name, settings = named(chosen)
@@ -73,48 +77,48 @@ def test_methods_that_know_the_size_share_nothing_between_sizes(name):
 
 def test_a_setting_may_be_chosen_at_the_middle_size_for_all_of_them():
     best = {"Group-HS": 0.45, "random": 0.2}  # the last at an end of its grid, which stays as it is
-    found = Told("resnet-56", lambda job: 0.9 if job.value == best[job.method] else 0.8, only=list(best))
-    wanted = list(found.jobs())
+    comparison = Simulated("resnet-56", lambda job: 0.9 if job.value == best[job.method] else 0.8, only=list(best))
+    wanted = list(comparison.jobs())
     assert {(job.method, job.value) for job in wanted if job.size != 0.333} == set(best.items())
     assert {job.seed for job in wanted if job.size != 0.333} == {1, 2} and len(wanted) == 2 * (3 + 3 * 2)
-    runs, _ = found.cost()
+    runs, _ = comparison.cost()
     assert len(runs) == 3 + (3 + 3 + 2 + 6) + (3 + 6) and sum(runs.values()) == 240 + 3 * 48 + 2 * 112 + 3 * 48 + 6 * 48
 
 
 def test_a_trained_network_serves_all_sizes_and_the_dense_one_all_methods():
-    found = Comparison("lenet-300-100", only=["l1", "Hoyer", "ADMM"])
-    chains = {size: found.chain(Job("l1", 1e-4, 0, size)) for size in found.protocol.sizes}
+    comparison = Comparison("lenet-300-100", only=["l1", "Hoyer", "ADMM"])
+    chains = {size: comparison.chain(Job("l1", 1e-4, 0, size)) for size in comparison.protocol.sizes}
     assert len({chain[0] for chain in chains.values()}) == len({chain[1] for chain in chains.values()}) == 1
     assert len({chain[2] for chain in chains.values()}) == 3
-    assert found.chain(Job("Hoyer", 0.01, 0, 0.01))[0] == chains[0.01][0]
-    admm = found.chain(Job("ADMM", 1e-3, 0, 0.01))
+    assert comparison.chain(Job("Hoyer", 0.01, 0, 0.01))[0] == chains[0.01][0]
+    admm = comparison.chain(Job("ADMM", 1e-3, 0, 0.01))
     assert len(admm) == 2 and admm[0] == chains[0.01][0]
 
 
 @pytest.mark.parametrize("name", comparison_protocol.names())
 def test_the_epochs_of_a_plan_are_those_of_the_recipes(name):
-    found = Comparison(name)
-    runs, done = found.cost()
-    assert not done and found.protocol.epochs.regularize == found.training_epochs
-    for method, entry in found.methods.items():
-        for words in found.chain(Job(method, entry.values[2], 4, found.protocol.middle)):
-            made = found._read(words)
-            stages = [s for s in (made.pretrain, made.regularize, made.finetune) if s]
-            if (folder := found.folder(words)) in runs:
+    comparison = Comparison(name)
+    runs, done = comparison.cost()
+    assert not done and comparison.protocol.epochs.regularize == comparison.training_epochs
+    for method, entry in comparison.methods.items():
+        for words in comparison.chain(Job(method, entry.values[2], 4, comparison.protocol.middle)):
+            settings = comparison._read(words)
+            stages = [s for s in (settings.pretrain, settings.regularize, settings.finetune) if s]
+            if (folder := comparison.folder(words)) in runs:
                 assert runs[folder] == sum(s.epochs for s in stages), (method, words)
 
 
 def test_words_of_ones_own_stand_above_a_comparisons_epochs():
-    found = Comparison("lenet-300-100", ["regularize.epochs=3"])
-    assert "regularize.epochs=3" in found.overrides
-    assert [w for w in found.overrides if w.startswith("regularize.epochs")] == ["regularize.epochs=3"]
-    assert found.training_epochs == 3 and found.dense_epochs == found.protocol.epochs.pretrain
+    comparison = Comparison("lenet-300-100", ["regularize.epochs=3"])
+    assert "regularize.epochs=3" in comparison.overrides
+    assert [w for w in comparison.overrides if w.startswith("regularize.epochs")] == ["regularize.epochs=3"]
+    assert comparison.training_epochs == 3 and comparison.dense_epochs == comparison.protocol.epochs.pretrain
 
 
 def test_the_middle_size_comes_first_with_the_fresh_seeds_of_all_methods():
-    found = Told("lenet-300-100", lambda job: 0.9 - abs(job.value - 1e-4), only=["l1", "Hoyer-Square"])
-    jobs = list(found.jobs())
-    place = [found.sizes.index(job.size) for job in jobs]
+    comparison = Simulated("lenet-300-100", lambda job: 0.9 - abs(job.value - 1e-4), only=["l1", "Hoyer-Square"])
+    jobs = list(comparison.jobs())
+    place = [comparison.sizes.index(job.size) for job in jobs]
     assert place == sorted(place) and jobs[0].size == 0.0173
     first = [job for job in jobs if job.size == 0.0173]
     assert {job.method for job in first if job.seed >= 3} == {"l1", "Hoyer-Square"}
@@ -122,8 +126,8 @@ def test_the_middle_size_comes_first_with_the_fresh_seeds_of_all_methods():
 
 def test_while_all_wait_the_networks_are_trained_that_the_fresh_seeds_start_from(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    found = Comparison("lenet-300-100", only=["l1"])
-    started = [found.next() for _ in range(14)]
+    comparison = Comparison("lenet-300-100", only=["l1"])
+    started = [comparison.next() for _ in range(14)]
     assert started[-1] is None
     assert [m.overrides[-1] for m in started[:-1]] == [f"seed={seed}" for seed in range(13)]
     assert all("regularize=null" in m.overrides for m in started[:-1])
@@ -131,18 +135,18 @@ def test_while_all_wait_the_networks_are_trained_that_the_fresh_seeds_start_from
 
 def test_no_dense_networks_are_trained_for_methods_that_start_from_scratch(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    found = Comparison("lenet-300-100", only=["SNIP"])
-    started = list(iter(found.next, None))
+    comparison = Comparison("lenet-300-100", only=["SNIP"])
+    started = list(iter(comparison.next, None))
     assert len(started) == 3 * 8 * 3 and all("method=snip" in member.overrides for member in started)
 
 
 def test_no_dense_networks_are_trained_for_seeds_whose_results_are_kept(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    kept = Told("lenet-300-100", lambda job: 0.9 - abs(job.value - 1e-4), only=["l1"]).content()
-    found = Comparison("lenet-300-100", only=["l1"])
-    assert found.recall(kept) and found.next() is None
-    found.run_again(found.exemplary())
-    assert [member.name for member in iter(found.next, None)] == ["dense, seed 3"]
+    kept = Simulated("lenet-300-100", lambda job: 0.9 - abs(job.value - 1e-4), only=["l1"]).content()
+    comparison = Comparison("lenet-300-100", only=["l1"])
+    assert comparison.recall(kept) and comparison.next() is None
+    comparison.run_again(comparison.jobs_to_publish())
+    assert [member.name for member in iter(comparison.next, None)] == ["dense, seed 3"]
 
 
 def test_what_cannot_be_pruned_is_not_tried_again_and_what_failed_otherwise_is(tmp_path, monkeypatch):
@@ -174,30 +178,32 @@ def test_after_its_minutes_a_comparison_starts_no_more_runs(tmp_path, monkeypatc
 
 def test_the_setting_with_the_best_mean_on_held_out_images_is_chosen_for_each_size():
     best = {0.03: 1e-4, 0.0173: 2e-4, 0.01: 4e-4}
-    found = Told("lenet-300-100", lambda job: 0.9 - abs(job.value - best[job.size]) - 1e-4 * job.seed, only=["l1"])
-    assert {size: found.chosen("l1", size) for size in best} == best
-    final = [job for job in found.jobs() if job.seed >= 3]
+    comparison = Simulated(
+        "lenet-300-100", lambda job: 0.9 - abs(job.value - best[job.size]) - 1e-4 * job.seed, only=["l1"]
+    )
+    assert {size: comparison.chosen("l1", size) for size in best} == best
+    final = [job for job in comparison.jobs() if job.seed >= 3]
     assert {job.seed for job in final} == set(range(3, 13)) and len(final) == 30
 
 
 def test_of_settings_with_equal_accuracies_the_first_is_chosen_also_after_they_were_rounded():
     right = {5e-5: (5800, 5801, 5815), 1e-4: (5801, 5814, 5801), 2e-4: (5815, 5800, 5801)}  # of 6,000 images
 
-    def told(digits):
+    def chosen(digits):
         def held_out(job):
             return round(right.get(job.value, (5700,) * 3)[job.seed] / 6000, digits) if job.seed < 3 else 0.9
 
-        return Told("lenet-300-100", held_out, only=["l1"]).chosen("l1", 0.0173)
+        return Simulated("lenet-300-100", held_out, only=["l1"]).chosen("l1", 0.0173)
 
-    assert {told(digits) for digits in range(7, 17)} == {5e-5}
+    assert {chosen(digits) for digits in range(7, 17)} == {5e-5}
 
 
 def test_a_grid_whose_best_lies_at_its_end_goes_on_there():
-    rising = Told("lenet-300-100", lambda job: min(0.9, job.value), only=["l1"])
+    rising = Simulated("lenet-300-100", lambda job: min(0.9, job.value), only=["l1"])
     assert rising.values("l1", 0.01)[-4:] == [1.6e-3, 3.2e-3, 6.4e-3, 1.3e-2]
-    falling = Told("lenet-300-100", lambda job: 0.9 - job.value, only=["l1"])
+    falling = Simulated("lenet-300-100", lambda job: 0.9 - job.value, only=["l1"])
     assert falling.values("l1", 0.01)[:2] == pytest.approx([1.6e-6, 3.1e-6], rel=0.05)
-    inside = Told("lenet-300-100", lambda job: 0.9 - abs(job.value - 1e-4), only=["l1"])
+    inside = Simulated("lenet-300-100", lambda job: 0.9 - abs(job.value - 1e-4), only=["l1"])
     assert inside.values("l1", 0.01) == list(inside.methods["l1"].values)
 
 
@@ -209,20 +215,22 @@ def test_a_grid_stops_where_its_values_have_an_end():
 
 
 def test_settings_that_fail_are_passed_over_and_a_method_without_any_has_no_choice():
-    found = Told("lenet-300-100", lambda job: None if job.value < 1e-3 else 0.9 - job.value, only=["l1"])
-    assert found.chosen("l1", 0.01) == 1.6e-3
-    assert Told("lenet-300-100", lambda job: None, only=["l1"]).chosen("l1", 0.01) is None
+    comparison = Simulated("lenet-300-100", lambda job: None if job.value < 1e-3 else 0.9 - job.value, only=["l1"])
+    assert comparison.chosen("l1", 0.01) == 1.6e-3
+    assert Simulated("lenet-300-100", lambda job: None, only=["l1"]).chosen("l1", 0.01) is None
 
 
 def test_a_penaltys_strengths_reach_a_decade_to_both_sides_of_its_best_and_choose_nothing():
-    found = Told("lenet-300-100", lambda job: 0.9 - abs(math.log10(job.value / 8e-4)) / 100, only=["l1", "SNIP"])
-    assert found.chosen("l1", 0.0173) == 8e-4
-    assert found.around("l1") == [1e-4, 2e-4, 4e-4, 8e-4, 1.6e-3, 3.2e-3, 6.4e-3]
-    assert found.around("SNIP") == []
-    assert found.values("l1", 0.0173) == list(found.methods["l1"].values)
-    more = [job for job in found.jobs() if job.value > 1.6e-3 and job.method == "l1"]
+    comparison = Simulated(
+        "lenet-300-100", lambda job: 0.9 - abs(math.log10(job.value / 8e-4)) / 100, only=["l1", "SNIP"]
+    )
+    assert comparison.chosen("l1", 0.0173) == 8e-4
+    assert comparison.strengths_near_best("l1") == [1e-4, 2e-4, 4e-4, 8e-4, 1.6e-3, 3.2e-3, 6.4e-3]
+    assert comparison.strengths_near_best("SNIP") == []
+    assert comparison.values("l1", 0.0173) == list(comparison.methods["l1"].values)
+    more = [job for job in comparison.jobs() if job.value > 1.6e-3 and job.method == "l1"]
     assert {(job.value, job.size) for job in more} == {(3.2e-3, 0.0173), (6.4e-3, 0.0173)}
-    content = found.content()
+    content = comparison.content()
     assert len(content["outcomes"]) == len(
         {(o["method"], o["value"], o["seed"], o["size"]) for o in content["outcomes"]}
     )
@@ -236,21 +244,20 @@ def test_what_a_strength_costs_that_is_off_is_told_and_drawn_from_the_runs_that_
         off = abs(math.log2(job.value / best[job.method]))
         return None if job.method == "l1" and off > 2.5 else 0.98 - slope[job.method] * off / 100 + job.seed * 1e-4
 
-    found = Told("lenet-300-100", held_out, only=list(best))
-    content = found.content()
-    lost = {m: methods_page.losses_near_best(found.protocol, content, m) for m in best}
+    comparison = Simulated("lenet-300-100", held_out, only=list(best))
+    results = ComparisonResults(comparison.protocol, comparison.content())
+    lost = {method: results.losses_near_best(method) for method in best}
     assert list(lost["Hoyer-Square"]) == pytest.approx([1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8])
     assert [sum(s) / len(s) for s in lost["Hoyer-Square"].values()] == pytest.approx([0.3, 0.2, 0.1, 0, 0.1, 0.2, 0.3])
     assert list(lost["l1"]) == pytest.approx([1 / 4, 1 / 2, 1, 2, 4])
-    table = methods_page._off_by_a_factor(found.protocol, content).splitlines()
+    table = methods_page._losses_near_best(results).splitlines()
     assert "| l1 | 0.0004 | 2.40 | 4.00 | 4.00 | 0.25 to 4 | 2 |" in table  # an eighth and eight times
     assert "| Hoyer-Square | 0.0002 | 0.17 | 0.30 | 0.30 | 0.12 to 8 | 0 |" in table
-    from deephoyer.lab.report.figures.methods import off_by_a_factor
+    from deephoyer.lab.report.figures.methods import losses_near_best
 
-    axes = off_by_a_factor("two penalties", lost).axes[0]
+    axes = losses_near_best("two penalties", lost).axes[0]
     assert [line.get_label() for line in axes.get_lines()][:2] == list(best)
     assert list(axes.get_lines()[1].get_ydata()) == pytest.approx([-0.3, -0.2, -0.1, 0, -0.1, -0.2, -0.3])
-    assert methods_page._off_by_a_factor(found.protocol, None) == ""
 
 
 @given(st.lists(st.tuples(*[st.integers(9800, 9810)] * 2), min_size=1, max_size=8))
@@ -274,26 +281,25 @@ def test_ten_seeds_that_all_agree_are_as_sure_as_it_gets():
     assert holm({"a": 0.01, "b": 0.03, "c": 0.02}) == pytest.approx({"a": 0.03, "c": 0.04, "b": 0.04})
 
 
-def outcomes(method, accuracies, size=0.01):
-    return [ComparedRun(method, 1.0, 3 + i, size, size, 0.9, a, 5.0, "deephoyer run …", None, None)
-            for i, a in enumerate(accuracies)]  # fmt: skip
+def by_seed(accuracies):
+    return dict(enumerate(accuracies, 3))
 
 
 def test_a_winner_is_called_only_where_it_is_told_from_every_other():
     a = [0.98 + 0.001 * (i % 3) for i in range(10)]
-    clear = methods_page.verdicts({"a": outcomes("a", a), "b": outcomes("b", [x - 0.01 for x in a]), "none": []})
+    clear = verdicts({"a": by_seed(a), "b": by_seed([x - 0.01 for x in a]), "none": {}})
     assert clear["a"] == "**best**" and clear["b"].startswith("p = 0.00")
     mixed = [x + (-1) ** i * 0.001 - 1e-5 for i, x in enumerate(a)]
-    close = methods_page.verdicts({"a": outcomes("a", a), "b": outcomes("b", mixed)})
+    close = verdicts({"a": by_seed(a), "b": by_seed(mixed)})
     assert close["a"] == "highest mean" and "not significant" in close["b"]
 
 
 def test_a_method_that_lacks_a_seed_is_not_judged_by_those_that_are_left():
     a = [0.98 + 0.001 * (i % 3) for i in range(10)]
     lower, lucky = [x - 0.01 for x in a], [x + 0.01 for x in a[:9]]
-    told = methods_page.verdicts({m: outcomes(m, x) for m, x in {"a": a, "b": lower, "c": lucky}.items()})
-    assert told["a"] == "highest mean" and told["b"].startswith("p = 0.00") and told["c"] == "seeds are missing"
-    assert methods_page.verdicts({"a": outcomes("a", a), "c": outcomes("c", lucky)}) == {"c": "seeds are missing"}
+    judged = verdicts({"a": by_seed(a), "b": by_seed(lower), "c": by_seed(lucky)})
+    assert judged["a"] == "highest mean" and judged["b"].startswith("p = 0.00") and judged["c"] == "seeds are missing"
+    assert verdicts({"a": by_seed(a), "c": by_seed(lucky)}) == {"c": "seeds are missing"}
 
 
 def test_a_slip_in_a_comparison_is_told_before_anything_runs(tmp_path, monkeypatch):
@@ -422,16 +428,16 @@ def test_a_comparison_runs_to_its_end_goes_on_after_a_stop_and_writes_its_page(c
     code, said, _ = command("compare", "mine.yaml", *TINY, "finetune.epochs=2", "--plan")
     assert code == 0 and said.startswith("0 of "), "nor is it taken for results of other epochs"
 
-    content = methods_page._content(Path("results/methods/mine.json"))
+    content = comparison_results.read_content(Path("results/methods/mine.json"))
     assert len(content["chosen"]) == 4 and not content["failed"]
     finals = [o for o in content["outcomes"] if o["seed"] >= 1]
     assert len(finals) == 4 and all(o["commit"] is None or len(o["commit"]) == 12 for o in finals)
     assert all(o["share"] <= o["size"] * 1.001 for o in finals if o["method"] != "l1")
     assert record.find(Path("results")) == []  # a comparison is no record
-    protocol = comparison_protocol.read("mine.yaml")
-    table = methods_page._table(protocol, content, 0.1)
+    results = ComparisonResults(comparison_protocol.read("mine.yaml"), content)
+    table = methods_page._table(results, 0.1)
     assert table.count("`") == 8 and "regularize.strength=" in table and methods_page.NOT_RUN not in table
-    assert "How much the setting matters" in methods_page._flatness(protocol, content)
+    assert "How much the setting matters" in methods_page._losses_by_setting(results)
     assert "Not run yet" in Path("docs/methods.md").read_text()
     last = recipe.Command.parse(finals[0]["command"].removeprefix("deephoyer run ")).read()
     assert last.start and last.pretrain is None
@@ -439,26 +445,28 @@ def test_a_comparison_runs_to_its_end_goes_on_after_a_stop_and_writes_its_page(c
     code, said, error = command("compare", "mine.yaml", *TINY, "--only", "random", "--publish")
     assert code == 0 and said.count("published ") == 1, "for its record a run that was kept takes place again"
     (published,) = record.read_all(Path("results"))
-    assert (published.row, published.seed, published.tags) == ("random", 1, (methods_page.TAG,))
+    assert (published.row, published.seed, published.tags) == ("random", 1, (comparison_results.TAG,))
     accuracy = next(o["accuracy"] for o in finals if o["method"] == "random")
     assert published.measured.accuracy == pytest.approx(accuracy) and not verify.check(Path(published.path)).differences
-    assert len(methods_page._content(Path("results/methods/mine.json"))["outcomes"]) == len(content["outcomes"])
+    assert len(comparison_results.read_content(Path("results/methods/mine.json"))["outcomes"]) == len(
+        content["outcomes"]
+    )
     code, said, error = command("compare", "mine.yaml", *TINY, "--only", "random", "--publish")
     assert code == 0 and "published " not in said, "a run is published once"
 
 
 def test_records_of_comparisons_are_runs_of_their_tables():
     """A table's number and the record of the same run must not differ."""
-    every = [one for one in record.read_all(ROOT / "results") if methods_page.TAG in one.tags]
+    records = [r for r in record.read_all(ROOT / "results") if comparison_results.TAG in r.tags]
     for name in comparison_protocol.names():
         protocol = comparison_protocol.read(name)
-        content = methods_page.read(name, protocol, ROOT / "results" / "methods")
-        for one in every:
-            if one.base == protocol.base:
-                finals = methods_page.finals(protocol, content, one.row, protocol.middle)
-                (own,) = (run for run in finals if run.seed == one.seed)
-                assert own.command.split() == one.command.split()
-                assert own.accuracy == next(reversed(one.accuracy.values()))
+        results = comparison_results.read(name, protocol, ROOT / "results" / "methods")
+        for published in records:
+            if published.base == protocol.base:
+                finals = results.finals(published.row, protocol.middle)
+                (run,) = (run for run in finals if run.seed == published.seed)
+                assert run.command.split() == published.command.split()
+                assert run.accuracy == next(reversed(published.accuracy.values()))
 
 
 def test_results_of_one_protocol_do_not_replace_those_of_another(command, tmp_path, monkeypatch):
@@ -469,8 +477,8 @@ def test_results_of_one_protocol_do_not_replace_those_of_another(command, tmp_pa
     (tmp_path / "a" / "mine.yaml").write_text(MINIATURE)
     (tmp_path / "b" / "mine.yaml").write_text(MINIATURE.replace("sizes: [0.1]", "sizes: [0.2]"))
     (tmp_path / "a" / "lenet-5.yaml").write_text(MINIATURE)
-    methods_page.write(Comparison("lenet-5"))
-    kept = methods_page.write(Comparison("a/mine.yaml")).read_text()
+    comparison_results.write(Comparison("lenet-5"))
+    kept = comparison_results.write(Comparison("a/mine.yaml")).read_text()
     code, _, error = command("compare", "a/lenet-5.yaml", "--write")
     assert code == 2 and "'lenet-5' that comes with deephoyer" in " ".join(error.split())
     code, _, error = command("compare", "b/mine.yaml", "--write")
@@ -480,7 +488,7 @@ def test_results_of_one_protocol_do_not_replace_those_of_another(command, tmp_pa
         "choose: 1\n", "choose: 1 # so\n"
     )
     (tmp_path / "b" / "mine.yaml").write_text(retitled)
-    methods_page.write(Comparison("b/mine.yaml"))
+    comparison_results.write(Comparison("b/mine.yaml"))
 
 
 def test_a_method_that_is_added_or_changed_leaves_the_results_of_the_others(command, tmp_path, monkeypatch):
@@ -488,13 +496,13 @@ def test_a_method_that_is_added_or_changed_leaves_the_results_of_the_others(comm
     monkeypatch.setattr("deephoyer.lab.sweep.run_queue", lambda *_, **__: None)
     mine = tmp_path / "mine.yaml"
     mine.write_text(MINIATURE)
-    kept = methods_page.write(Told("mine.yaml", lambda job: 0.8))
-    outcomes = len(methods_page._content(kept)["outcomes"])
+    kept = comparison_results.write(Simulated("mine.yaml", lambda job: 0.8))
+    outcomes = len(comparison_results.read_content(kept)["outcomes"])
     added = "  one cut: {vary: finetune.lr=VALUE, values: [0.001, 0.003], way: cut}\n"
     mine.write_text(MINIATURE.replace("rho: VALUE", "keep: 0.1, rho: VALUE") + added)
     code, said, error = command("compare", "mine.yaml", "--write")
     assert code == 0 and f"{outcomes * 3 // 4} results are in results/methods already" in said, error
-    assert {o["method"] for o in methods_page._content(kept)["outcomes"]} == {"l1", "SNIP", "random"}
+    assert {o["method"] for o in comparison_results.read_content(kept)["outcomes"]} == {"l1", "SNIP", "random"}
     mine.write_text(MINIATURE)
     code, _, error = command("compare", "mine.yaml", "--write")
     assert code == 2 and "the results of another protocol" in error, "those of a method that is not there any more stay"
@@ -502,17 +510,17 @@ def test_a_method_that_is_added_or_changed_leaves_the_results_of_the_others(comm
 
 def test_results_of_another_protocol_are_not_shown(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    found = Told("lenet-300-100", lambda job: 0.8, only=["l1", "random"])
-    path = methods_page.write(found)
+    comparison = Simulated("lenet-300-100", lambda job: 0.8, only=["l1", "random"])
+    path = comparison_results.write(comparison)
     assert "80.00" in methods_page.page()
-    path.write_text(path.read_text().replace(found.protocol.digest(), "somebody's own"))
+    path.write_text(path.read_text().replace(comparison.protocol.digest(), "somebody's own"))
     assert "| l1 |" not in methods_page.page()
 
 
 def test_the_page_of_methods_is_made_from_what_is_kept():
-    made = methods_page.page(ROOT / "results" / "methods", ROOT / "docs" / "figures")
-    assert made == (ROOT / "docs" / "methods.md").read_text(encoding="utf-8"), "stale: run `deephoyer compare all`"
-    assert len(re.findall(r"`deephoyer compare ", made)) == len(comparison_protocol.names())
+    page = methods_page.page(ROOT / "results" / "methods", ROOT / "docs" / "figures")
+    assert page == (ROOT / "docs" / "methods.md").read_text(encoding="utf-8"), "stale: run `deephoyer compare all`"
+    assert len(re.findall(r"`deephoyer compare ", page)) == len(comparison_protocol.names())
 
 
 def test_a_comparison_without_results_is_one_sentence(tmp_path):
@@ -522,22 +530,22 @@ def test_a_comparison_without_results_is_one_sentence(tmp_path):
     assert "| method |" not in methods_page.page(tmp_path / "methods")
 
 
-def test_every_row_by_own_settings_can_be_run_and_is_judged_from_its_records():
-    for figure in (*own_settings.PAPER, *own_settings.OWN):
-        recipe.Command.parse(figure.words).read()
-    assert len({figure.words for figure in own_settings.PAPER}) == 16
-    figure = own_settings.PAPER[4]
-    assert figure.title == "LeNet-300-100, Hoyer-Square, by the appendix"
-    assert own_settings.verdict(figure, 98.36, 4500) == "reproduced"
-    assert own_settings.verdict(figure, 98.1, 9200) == "0.30 points less, 2.00 times as large"
-    assert own_settings.table([figure], []) == []
-    listed = methods_page._by_own_settings([figure], [])
-    assert listed.endswith(f"- {figure.title} (4,600 at 98.4 %): `paper/lenet-300-100`")
+def test_every_row_by_printed_results_can_be_run_and_is_judged_from_its_records():
+    for result in (*printed_results.PAPER, *printed_results.METHODS):
+        recipe.Command.parse(result.words).read()
+    assert len({result.words for result in printed_results.PAPER}) == 16
+    result = printed_results.PAPER[4]
+    assert result.title == "LeNet-300-100, Hoyer-Square, by the appendix"
+    assert printed_results.verdict(result, 98.36, 4500) == "reproduced"
+    assert printed_results.verdict(result, 98.1, 9200) == "0.30 points less, 2.00 times as large"
+    assert printed_results.table([result], []) == []
+    listed = methods_page._repeated([result], [])
+    assert listed.endswith(f"- {result.title} (4,600 at 98.4 %): `paper/lenet-300-100`")
 
 
 def test_a_run_is_called_by_its_method_setting_size_and_seed():
-    found = Comparison("lenet-300-100", only=["l1"])
-    job = next(iter(found.jobs()))
-    titles = [found._title(job, words) for words in found.chain(job)]
+    comparison = Comparison("lenet-300-100", only=["l1"])
+    job = next(iter(comparison.jobs()))
+    titles = [comparison._title(job, words) for words in comparison.chain(job)]
     assert titles == ["dense, seed 0", "l1, 1.25e-05, trained, seed 0", "l1, 1.25e-05, 1.73 %, seed 0"]
-    assert found.next().title == titles[0]
+    assert comparison.next().title == titles[0]

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from deephoyer.lab import comparison_protocol, recipe
-from deephoyer.lab.report import methods_page, own_settings, record, verify
+from deephoyer.lab.report import comparison_results, printed_results, record, verify
 from deephoyer.lab.report.index import INDEX, index
 from deephoyer.lab.report.methods_overview import overview
 from deephoyer.lab.report.paper_tables import highlights
 from deephoyer.lab.report.results_page import page
+from deephoyer.lab.report.significance import BEST, verdicts
 from deephoyer.lab.report.stored_weights import WEIGHTS
 from deephoyer.lab.schema import Expect, is_file
 from deephoyer.lab.train.result import finish
@@ -73,8 +74,11 @@ def test_the_networks_that_recipes_start_and_learn_from_are_kept(records):
         for _, words in recipe.read(name).networks():
             if not isinstance(words, str) or is_file(words):
                 continue
-            made = recipe.Command.parse(words).read()
-            assert (made.digest(), made.seed) in kept or recipe.describe(name)["expect"] == "not yet run", (name, words)
+            needed = recipe.Command.parse(words).read()
+            assert (needed.digest(), needed.seed) in kept or recipe.describe(name)["expect"] == "not yet run", (
+                name,
+                words,
+            )
 
 
 def test_a_handful_of_published_records_verify(records):
@@ -85,18 +89,18 @@ def test_a_handful_of_published_records_verify(records):
 
 @pytest.mark.parametrize("name", [name for name in recipe.names() if name != "demo"])  # `make demo` shows its own
 def test_recipes_say_what_their_records_came_to(name, series):
-    made = recipe.read(name)
-    if not isinstance(made.expect, Expect):
+    current = recipe.read(name)
+    if not isinstance(current.expect, Expect):
         return
-    own = series.get(made.digest(), [])
+    own = series.get(current.digest(), [])
     assert own, f"{name} expects something, but there is no record of it"
-    assert made.expect.accuracy == pytest.approx(statistics.fmean(r.measured.accuracy for r in own), abs=3e-4)
-    if made.expect.nonzeros is not None:
-        assert made.expect.nonzeros == pytest.approx(statistics.fmean(r.measured.total.nonzeros for r in own), abs=1)
-    if made.expect.macs is not None:
-        mnist = made.data == "mnist"  # where the paper's counting is what its tables show
+    assert current.expect.accuracy == pytest.approx(statistics.fmean(r.measured.accuracy for r in own), abs=3e-4)
+    if current.expect.nonzeros is not None:
+        assert current.expect.nonzeros == pytest.approx(statistics.fmean(r.measured.total.nonzeros for r in own), abs=1)
+    if current.expect.macs is not None:
+        mnist = current.data == "mnist"  # where the paper's counting is what its tables show
         macs = [r.measured.total.macs_paper if mnist else r.measured.macs_executed for r in own]
-        assert made.expect.macs == pytest.approx(statistics.fmean(macs), rel=1e-3)
+        assert current.expect.macs == pytest.approx(statistics.fmean(macs), rel=1e-3)
 
 
 def test_the_readmes_results_are_those_of_the_records(records):
@@ -128,17 +132,17 @@ def test_the_readmes_table_of_the_demo_is_what_its_recipe_expects():
 
 @pytest.mark.slow
 def test_the_demo_ends_about_where_the_readme_says(tmp_path):
-    found = finish(Run(recipe.read("demo", ["device=cpu"]), tmp_path / "demo").execute())
-    table, sparse, small = demo_table(), found["sparse"]["total"], found["compact"]["total"]
+    summary = finish(Run(recipe.read("demo", ["device=cpu"]), tmp_path / "demo").execute())
+    table, sparse, small = demo_table(), summary["sparse"]["total"], summary["compact"]["total"]
     dense, left, _ = (first_number(cell) for cell in table["nonzero weights"])
     assert sparse["weights"] == dense and sparse["nonzeros"] == pytest.approx(left, rel=0.1)
-    accuracies = [100 * found["accuracy"][stage] for stage in ("dense", "finetuned")]
+    accuracies = [100 * summary["accuracy"][stage] for stage in ("dense", "finetuned")]
     assert accuracies == pytest.approx([first_number(cell) for cell in table["test accuracy"][:2]], abs=0.5)
-    assert found["changed_predictions"] == 0, table["test accuracy"][2]
+    assert summary["changed_predictions"] == 0, table["test accuracy"][2]
     assert small["macs_executed"] == pytest.approx(first_number(table["multiply-accumulates"][2]), rel=0.2)
     sizes = [first_number(cell) for cell in table["file"]]
-    assert [size / 1000 for size in found["files"].values()] == pytest.approx(sizes[1:], rel=0.1)
-    assert found["compact"]["baseline"]["total"]["bytes_dense"] / 1000 == pytest.approx(sizes[0], rel=0.01)
+    assert [size / 1000 for size in summary["files"].values()] == pytest.approx(sizes[1:], rel=0.1)
+    assert summary["compact"]["baseline"]["total"]["bytes_dense"] / 1000 == pytest.approx(sizes[0], rel=0.01)
 
 
 @pytest.mark.parametrize("file", ["README.md", "docs/lessons.md"])
@@ -149,9 +153,9 @@ def test_means_and_spreads_in_prose_are_those_of_records(file, series):
             known.add(spread([100 * r.measured.accuracy for r in own], 2))
             known.add(spread([r.measured.total.nonzeros for r in own], 0))
             known.add(spread([r.measured.total.macs_paper for r in own], 0))
-    found = re.findall(r"[\d,.]+ ± [\d,.]*\d", text(file))
-    assert len(found) >= 4
-    assert set(found) <= known
+    spreads = re.findall(r"[\d,.]+ ± [\d,.]*\d", text(file))
+    assert len(spreads) >= 4
+    assert set(spreads) <= known
 
 
 def spread(values, digits):
@@ -170,29 +174,21 @@ def test_the_commands_of_records_give_folders_that_can_be_made(records):
     assert max(len(name) for name in names) <= 80 and not any(set(name) & set(",= ") for name in names)
 
 
-def comparison_of(name):
-    """Its protocol and what it found."""
-    protocol = comparison_protocol.read(name)
-    return protocol, methods_page.read(name, protocol)
+def results_of(name):
+    """What a comparison came to."""
+    return comparison_results.read(name, comparison_protocol.read(name))
 
 
 @pytest.fixture(scope="module")
 def compared():
     """The comparison that most prose speaks of."""
-    return comparison_of("lenet-300-100")
+    return results_of("lenet-300-100")
 
 
-def final_accuracies(compared, method):
-    """In percent, of a method's chosen setting at the middle size."""
-    protocol, content = compared
-    return [100 * one.accuracy for one in methods_page.finals(protocol, content, method, protocol.middle)]
-
-
-def means(compared, method):
+def means(results, method):
     """In percent, of a method's chosen settings at each size."""
-    protocol, content = compared
-    every = [methods_page.finals(protocol, content, method, size) for size in protocol.sizes]
-    return [statistics.fmean(100 * run.accuracy for run in runs) for runs in every]
+    sizes = results.protocol.sizes
+    return [statistics.fmean(100 * run.accuracy for run in results.finals(method, size)) for size in sizes]
 
 
 def test_the_readmes_table_of_methods_is_that_of_the_comparisons():
@@ -201,12 +197,10 @@ def test_the_readmes_table_of_methods_is_that_of_the_comparisons():
 
 
 def test_prose_about_methods_has_the_numbers_of_the_comparisons(compared):
-    def mean(compared, method):
-        return f"{statistics.fmean(final_accuracies(compared, method)):.2f}"
-
-    groups = comparison_of("lenet-300-100-structure")
+    groups = results_of("lenet-300-100-structure")
     taylor, lasso, ours, norm, chance = (
-        mean(groups, method) for method in ("Taylor, one cut", "group lasso", "Group-HS", "l1 norm, one cut", "random")
+        f"{means(groups, method)[1]:.2f}"  # at the middle size
+        for method in ("Taylor, one cut", "group lasso", "Group-HS", "l1 norm, one cut", "random")
     )
     page = " ".join(text("docs/choosing.md").split())
     assert f"has {taylor} %, group lasso {lasso}, Group-HS {ours}, one cut by l1 norms {norm}, less than at" in page
@@ -220,17 +214,18 @@ def test_the_readmes_words_on_its_table_of_methods_are_true(compared):
     l1, ours = (means(compared, method) for method in ("l1, effective counts", "Hoyer-Square, effective counts"))
     behind = [a - b for a, b in zip(l1, ours, strict=True)]
     assert min(behind) >= 0.15 and max(behind) < 0.36, "Hoyer-Square is 0.2 to 0.35 points behind"
-    protocol, content = comparison_of("lenet-300-100-structure")
-    for size in protocol.sizes:
-        judged = methods_page.verdicts({m: methods_page.finals(protocol, content, m, size) for m in protocol.methods})
-        assert methods_page.BEST not in judged.values(), "for neurons no method is better than all others"
+    neurons = results_of("lenet-300-100-structure")
+    for size in neurons.protocol.sizes:
+        assert BEST not in verdicts(neurons.accuracies(size)).values(), (
+            "for neurons no method is better than all others"
+        )
 
 
 def test_prose_about_strengths_has_the_losses_of_the_comparison(compared):
     def lost(method):
         """By factor of the best strength, in points."""
-        found = methods_page.losses_near_best(*compared, method)
-        return {round(factor, 2): statistics.fmean(seeds) for factor, seeds in found.items()}
+        losses = compared.losses_near_best(method)
+        return {round(factor, 2): statistics.fmean(seeds) for factor, seeds in losses.items()}
 
     ours, l1 = lost("Hoyer-Square"), lost("l1")
     page = " ".join(text("docs/choosing.md").split())
@@ -240,18 +235,18 @@ def test_prose_about_strengths_has_the_losses_of_the_comparison(compared):
 
 
 def test_the_readme_says_what_came_of_the_papers_settings(records):
-    rows = own_settings.table(own_settings.PAPER, records)
+    rows = printed_results.table(printed_results.PAPER, records)
     titles, verdicts = [row[0] for row in rows], [row[4] for row in rows]
     words = {1: "one", 2: "two", 8: "eight", 9: "nine", 10: "ten", 11: "eleven", 12: "twelve"}
-    said = " ".join(text("README.md").split())
+    readme = " ".join(text("README.md").split())
     same = [title for title, verdict in zip(titles, verdicts, strict=True) if verdict == "reproduced"]
     assert (
         f"{words[len(same)]} of the {words[len(rows)]} results that we ran is reproduced, transformed l1 on LeNet-5"
-        in said
+        in readme
     )
     assert same == ["LeNet-5, transformed l1, by the appendix"]
     larger = verdicts[titles.index("LeNet-5, Hoyer-Square, by the appendix")].removesuffix(" times as large")
-    assert f"LeNet-5 with Hoyer-Square, as accurate with {larger} × the weights" in said
+    assert f"LeNet-5 with Hoyer-Square, as accurate with {larger} × the weights" in readme
     ours = {row[0]: row[3].partition(" at ")[0] for row in rows}
     scripts, appendix = (ours[f"LeNet-300-100, Hoyer-Square, by the {reading}"] for reading in ("scripts", "appendix"))
-    assert f"keeps {scripts} weights by the released scripts and {appendix} by the appendix" in said
+    assert f"keeps {scripts} weights by the released scripts and {appendix} by the appendix" in readme

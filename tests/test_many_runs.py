@@ -194,7 +194,7 @@ sys.exit(3)
 
 
 def test_a_forked_program_has_its_own_arguments_output_input_and_session_as_one_started_by_itself(tmp_path):
-    said = []
+    logs = []
     for server in (ForkServer({**os.environ, "DEEPHOYER_END_WITH_STDIN": "1"}), None):
         with open(tmp_path / "log.txt", "wb") as log:
             if server is not None:
@@ -207,10 +207,10 @@ def test_a_forked_program_has_its_own_arguments_output_input_and_session_as_one_
             assert process.poll() is None
             process.stdin.close()
             assert process.wait() == process.poll() == 3
-        said.append((tmp_path / "log.txt").read_text())
+        logs.append((tmp_path / "log.txt").read_text())
         if server is not None:
             server.close()
-    assert said[0] == said[1] and "out ['a b', '--c']" in said[0] and "err True 1" in said[0]
+    assert logs[0] == logs[1] and "out ['a b', '--c']" in logs[0] and "err True 1" in logs[0]
 
 
 COUNTS = """
@@ -319,14 +319,14 @@ def test_a_server_that_died_is_replaced_once_and_what_it_said_is_told(tmp_path):
     me = str(os.getpid())
     environment = {**os.environ, "CONDUCTOR": me, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     team = [ChildRun([], tmp_path / name) for name in ("kills", "second", "third kills", "fourth")]
-    told = []
+    messages = []
     words = [sys.executable, "-c", KILLS_ITS_PARENT]
-    run_children(words, environment, ListQueue(team), 1, say=told.append, imports=["warns"])
+    run_children(words, environment, ListQueue(team), 1, say=messages.append, imports=["warns"])
     assert [(m.status, m.retried) for m in team] == [(0, True), (0, False), (0, True), (0, False)]
     (first, own), (second,), (third, alone), (fourth,) = ((m.folder / "parents").read_text().split() for m in team)
     assert second == third != first and {own, alone, fourth} == {me} and me not in (first, second)
     killed = "the fork server was killed by SIGKILL; last line of its log: a driver is too old"
-    assert [line for line in told if "server" in line] == [
+    assert [line for line in messages if "server" in line] == [
         f"{killed}. A new one is started.",
         f"{killed}. Runs are started without it from now on.",
     ]
@@ -473,7 +473,7 @@ def test_forked_members_train_on_the_gpu(tmp_path, monkeypatch, timed):
 
 def _children_of(pid):
     """Process numbers whose parent is `pid`, as Linux tells them."""
-    found = []
+    children = []
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             try:
@@ -481,8 +481,8 @@ def _children_of(pid):
                     parent = file.read().rpartition(")")[2].split()[1]
             except OSError:
                 continue
-            found += [int(entry)] if int(parent) == pid else []
-    return found
+            children += [int(entry)] if int(parent) == pid else []
+    return children
 
 
 def _until(holds, seconds=60):
@@ -607,9 +607,9 @@ def test_two_workers_share_a_study_and_one_that_is_killed_loses_no_trial(tmp_pat
     second = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     first.kill()
     first.wait()
-    told = second.communicate(timeout=300)[0]
-    assert second.returncode == 0, told
+    output = second.communicate(timeout=300)[0]
+    assert second.returncode == 0, output
     study = _search(tmp_path / "study", 3)
     finished = [row[0] for row in study.rows()]
     assert len(finished) == 3 and len({tuple(chosen) for chosen in finished}) == 3 and not study.failures()
-    assert (tmp_path / "study" / "front.svg").exists() and "●" in told
+    assert (tmp_path / "study" / "front.svg").exists() and "●" in output

@@ -138,10 +138,10 @@ def test_runs_are_compared_on_one_page_damaged_ones_too(folder, tmp_path):
 
 def test_every_published_run_is_a_point_of_the_results_page(tmp_path):
     results = Path(__file__).parents[1] / "results"
-    found = list(read_all(results))
-    text = run_page.write_results(found, results, tmp_path / "results.html").read_text(encoding="utf-8")
-    assert f"{len(found)} published runs" in text and len(text.encode()) < 2_500_000
-    assert all(json.dumps(record.command)[1:-1] in text for record in found[:20])
+    records = list(read_all(results))
+    text = run_page.write_results(records, results, tmp_path / "results.html").read_text(encoding="utf-8")
+    assert f"{len(records)} published runs" in text and len(text.encode()) < 2_500_000
+    assert all(json.dumps(record.command)[1:-1] in text for record in records[:20])
     with pytest.raises(dh.UserError, match="no records"):
         run_page.write_results([], results, tmp_path / "none.html")
 

@@ -89,9 +89,9 @@ def edit(path, *keys, to):
 
 def test_a_table_is_markdown_and_csv_and_leaves_out_what_is_empty():
     columns = [Column("a|b", lambda r: r[0]), Column("n", lambda r: r[1], "right"), Column("none", lambda r: None)]
-    made = Table("title", columns, [("x, y", 1), ("z|", 2)])
-    assert made.markdown() == "| a\\|b | n |\n|---|---:|\n| x, y | 1 |\n| z\\| | 2 |"
-    assert made.csv() == 'a|b,n,none\n"x, y",1,\nz|,2,\n'
+    table = Table("title", columns, [("x, y", 1), ("z|", 2)])
+    assert table.markdown() == "| a\\|b | n |\n|---|---:|\n| x, y | 1 |\n| z\\| | 2 |"
+    assert table.csv() == 'a|b,n,none\n"x, y",1,\nz|,2,\n'
 
 
 # Publishing
@@ -100,23 +100,23 @@ def test_a_table_is_markdown_and_csv_and_leaves_out_what_is_empty():
 def test_a_record_is_small_plainly_named_and_holds_what_the_run_came_to(runs, published):
     files = {path.relative_to(published) for path in record.find(published)}
     assert files == {HS0, HS1, HELD_OUT, GROUP_HS}
-    made = record.read(published / HS1)
+    stored = record.read(published / HS1)
     summary = json.loads((runs / "hs1" / "summary.json").read_text())
-    assert made.measured.total.nonzeros == summary["sparse"]["total"]["nonzeros"]
-    assert made.measured.layer_widths == summary["sparse"]["layer_widths"]
-    assert made.measured.right == pytest.approx(10_000 * summary["accuracy"]["finetuned"], abs=4)
-    assert made.protocol == "test-best" and made.seed == 1 and made.selected == summary["selected"]
-    assert made.environment["device"] == "cpu" and "git" not in made.environment
+    assert stored.measured.total.nonzeros == summary["sparse"]["total"]["nonzeros"]
+    assert stored.measured.layer_widths == summary["sparse"]["layer_widths"]
+    assert stored.measured.right == pytest.approx(10_000 * summary["accuracy"]["finetuned"], abs=4)
+    assert stored.protocol == "test-best" and stored.seed == 1 and stored.selected == summary["selected"]
+    assert stored.environment["device"] == "cpu" and "git" not in stored.environment
     assert (published / HS1).stat().st_size < 5_000
-    assert (published / "weights" / made.weights.file).stat().st_size < 100_000
+    assert (published / "weights" / stored.weights.file).stat().st_size < 100_000
 
 
 def test_a_record_carries_the_words_of_the_run_and_its_whole_recipe(runs, published):
-    made = record.read(published / HS0)
-    words = recipe.Command(made.base, made.overrides)
-    assert words.base == "paper/lenet-300-100" and "seed=0" in words.overrides and made.command == str(words)
+    stored = record.read(published / HS0)
+    words = recipe.Command(stored.base, stored.overrides)
+    assert words.base == "paper/lenet-300-100" and "seed=0" in words.overrides and stored.command == str(words)
     theirs = recipe.parse((runs / "hs0" / "recipe.yaml").read_text(), "the run's")
-    assert words.read().digest() == theirs.digest() == made.digest == made.settings.digest()
+    assert words.read().digest() == theirs.digest() == stored.digest == stored.settings.digest()
 
 
 def test_a_run_without_words_is_refused(tmp_path):
@@ -126,12 +126,12 @@ def test_a_run_without_words_is_refused(tmp_path):
 
 
 def test_matrices_are_halved_where_all_counts_stay_and_tiny_weights_do_not_vanish(published):
-    made = record.read(published / HS0)
-    assert made.weights.matrices == "float16"
+    stored = record.read(published / HS0)
+    assert stored.weights.matrices == "float16"
     net = models.make("lenet-300-100")
     with torch.no_grad():
         net.fc1.weight[0, :2] = torch.tensor([1e-12, -1e-12])
-    halved = publish.in_halves(net).fc1.weight
+    halved = publish.in_float16(net).fc1.weight
     assert halved.dtype == torch.float16 and (halved[0, :2].float() == torch.tensor([2.0**-24, -(2.0**-24)])).all()
     assert torch.equal(halved != 0, net.fc1.weight != 0)
 
@@ -140,21 +140,21 @@ def test_a_record_says_what_halving_its_matrices_changed(command, runs, monkeypa
     """The run itself measures float32; here halves are so coarse that it shows."""
 
     def coarse(model):
-        halved = in_halves(model)
+        halved = in_float16(model)
         with torch.no_grad():
             for matrix in (p for p in halved.parameters() if p.dim() > 1):
                 matrix.copy_(matrix.to(torch.float8_e5m2))
         return halved
 
-    in_halves = publish.in_halves
-    monkeypatch.setattr(publish, "in_halves", coarse)
+    in_float16 = publish.in_float16
+    monkeypatch.setattr(publish, "in_float16", coarse)
     monkeypatch.setattr(publish, "ROUNDING", 1.0)
     seen = json.loads((runs / "hs0" / "summary.json").read_text())["accuracy"]["finetuned"]
     status, out, _ = command("publish", runs / "hs0")
-    made = record.read(record.find(Path("results"))[0])
-    assert status == 0 and made.weights.matrices == "float16" and made.measured.right != round(10_000 * seen)
-    assert made.weights.right_in_float32 == round(10_000 * seen) == round(10_000 * made.accuracy["finetuned"])
-    assert f"{made.measured.accuracy:.2%} as stored in float16 ({seen:.2%} in float32)" in out
+    stored = record.read(record.find(Path("results"))[0])
+    assert status == 0 and stored.weights.matrices == "float16" and stored.measured.right != round(10_000 * seen)
+    assert stored.weights.right_in_float32 == round(10_000 * seen) == round(10_000 * stored.accuracy["finetuned"])
+    assert f"{stored.measured.accuracy:.2%} as stored in float16 ({seen:.2%} in float32)" in out
     assert "of the networks as they are stored" in command("verify")[1]
 
 
@@ -162,8 +162,8 @@ def test_weights_can_be_left_out_and_the_record_still_has_their_digest(command, 
     status, out, _ = command("publish", runs / "hs0", "--no-weights", "--as", "mine", "--note", "a note")
     assert status == 0 and not (tmp_path / "results" / "weights").exists()
     [path] = record.find(Path("results"))
-    made = record.read(path)
-    assert made.weights.file is None and len(made.weights.sha256) == 64 and made.notes == ("a note",)
+    stored = record.read(path)
+    assert stored.weights.file is None and len(stored.weights.sha256) == 64 and stored.notes == ("a note",)
     status, out, _ = command("verify")
     assert status == 0 and "0 of 0 records verified" in out and "1 more without weights" in out
 
@@ -186,11 +186,13 @@ def test_runs_may_be_published_at_the_same_time(runs, tmp_path):
 
 
 def test_a_place_is_short_and_plain_whatever_the_row_is_called(published):
-    made = record.read(published / HS0)
-    long = made.model_copy(update={"row": "a row, with = signs and " + "very " * 40 + "many words", "tags": ("front",)})
+    stored = record.read(published / HS0)
+    long = stored.model_copy(
+        update={"row": "a row, with = signs and " + "very " * 40 + "many words", "tags": ("front",)}
+    )
     place = (Path("results") / record.place(long)).as_posix()
     assert len(place) <= record.LONGEST_PATH and not set(place) & set(",= ") and "test-best" in place
-    assert record.place(made) == HS0 and record.place(made, taken=True) != HS0
+    assert record.place(stored) == HS0 and record.place(stored, taken=True) != HS0
 
 
 def test_thinned_metrics_keep_both_ends_and_the_selected_epoch():
@@ -233,12 +235,12 @@ def test_a_record_of_the_last_epoch_has_the_best_one_beside_it_and_times_of_an_u
     monkeypatch.setenv("DEEPHOYER_UNTIMED", "1")
     run("paper/lenet-300-100", Path("runs/last"), "epoch_selection=last", *ONCE, "finetune.epochs=3")
     lines = [line for line in RunFolder("runs/last").metrics() if line["stage"] == "finetune"]
-    made = publish.publish("runs/last", tmp_path / "results")
-    assert made.protocol == "last" and made.selected["finetune"] == 3
-    assert made.measured.accuracy == pytest.approx(lines[-1]["test"], abs=4e-4)
-    assert made.best_test_epoch == pytest.approx(max(line["test"] for line in lines), abs=1e-5)
-    assert made.model_copy(update={"protocol": "test-best"}).best_test_epoch is None
-    assert [(t.device, t.batch) for t in made.latency] == [("cpu", 1), ("cpu", 64), ("cpu", 256)]
+    published = publish.publish("runs/last", tmp_path / "results")
+    assert published.protocol == "last" and published.selected["finetune"] == 3
+    assert published.measured.accuracy == pytest.approx(lines[-1]["test"], abs=4e-4)
+    assert published.best_test_epoch == pytest.approx(max(line["test"] for line in lines), abs=1e-5)
+    assert published.model_copy(update={"protocol": "test-best"}).best_test_epoch is None
+    assert [(t.device, t.batch) for t in published.latency] == [("cpu", 1), ("cpu", 64), ("cpu", 256)]
 
 
 def test_a_held_out_run_with_teachers_selected_on_test_images_is_not_published(tmp_path, monkeypatch):
@@ -256,17 +258,17 @@ def test_a_held_out_run_with_teachers_selected_on_test_images_is_not_published(t
 
 
 def test_the_words_of_a_published_run_lead_to_its_weights(published, tmp_path, monkeypatch):
-    made = record.read(published / HS1)
-    path = stored_weights.find_stored_weights(made.digest, 1, published)
-    assert path == published / "weights" / made.weights.file
-    assert stored_weights.find_stored_weights(made.digest, 7, published) is None
+    stored = record.read(published / HS1)
+    path = stored_weights.find_stored_weights(stored.digest, 1, published)
+    assert path == published / "weights" / stored.weights.file
+    assert stored_weights.find_stored_weights(stored.digest, 7, published) is None
     assert stored_weights.find_stored_weights("0" * 64, 1, published) is None
     monkeypatch.chdir(published.parent)
-    words = str(Command(made.base, made.overrides)).removeprefix("deephoyer run ")
-    there = find.network(words, "start")
-    assert there.path.samefile(path) and there.epoch_selection == "test-best"
-    net = load(there.path, models.of(there.model))
-    assert int((net.fc1.weight != 0).sum()) == made.measured.layers[0].nonzeros
+    words = str(Command(stored.base, stored.overrides)).removeprefix("deephoyer run ")
+    found_network = find.network(words, "start")
+    assert found_network.path.samefile(path) and found_network.epoch_selection == "test-best"
+    net = load(found_network.path, models.of(found_network.model))
+    assert int((net.fc1.weight != 0).sum()) == stored.measured.layers[0].nonzeros
 
 
 def test_the_same_content_is_stored_once(tmp_path):
@@ -307,15 +309,15 @@ def test_a_run_on_a_users_own_images_is_published_without_their_place_and_verifi
     with pytest.raises(find.NetworkMissing):
         find.network(others, "start")
     status, out, _ = command("verify", "results", "data.path=others")
-    assert status == 1 and "the images are others than the run's" in out
+    assert status == 1 and "the images are not those of the run" in out
     status, _, err = command("verify", "data.size=30")
     assert status == 2 and "data.size: it would be another run" in err
 
 
 def test_a_file_of_the_user_does_not_say_where_its_record_lies(published):
-    made = record.read(published / HS0)
+    stored = record.read(published / HS0)
     for base in ("../mine.yaml", "/home/me/mine.yaml", "my recipes/mine.yml"):
-        assert record.place(made.model_copy(update={"base": base})).parts[:2] == ("lenet-300-100", "own")
+        assert record.place(stored.model_copy(update={"base": base})).parts[:2] == ("lenet-300-100", "own")
 
 
 @pytest.mark.parametrize(
@@ -364,8 +366,8 @@ def test_other_weights_fail_even_when_their_digest_is_written_over(results):
 
 
 def test_one_weight_more_is_noticed(results):
-    made = record.read(results / HS0)
-    model = load(results / "weights" / made.weights.file, models.of("lenet-300-100"))
+    stored = record.read(results / HS0)
+    model = load(results / "weights" / stored.weights.file, models.of("lenet-300-100"))
     with torch.no_grad():
         model.fc2.weight.view(-1)[(model.fc2.weight.view(-1) == 0).nonzero()[0]] = 1e-9
     save(model, results / "more.safetensors")
@@ -398,11 +400,11 @@ def test_a_table_of_a_damaged_record_is_refused_in_a_line(command, results):
 
 def test_verifying_without_the_images_fails_and_says_how_to_fetch_them(command, results, tmp_path, monkeypatch):
     monkeypatch.setenv("DEEPHOYER_DATA", str(tmp_path / "nothing"))
-    made = as_resnet(record.read(results / GROUP_HS))
+    resnet = as_resnet(record.read(results / GROUP_HS))
     save(models.of("resnet-56"), tmp_path / "weights.safetensors")
     file, digest = stored_weights.store((tmp_path / "weights.safetensors").read_bytes(), results)
-    kept = made.weights.model_copy(update={"file": file, "sha256": digest})
-    record.write(made.model_copy(update={"weights": kept}), results / "resnet.json")
+    kept = resnet.weights.model_copy(update={"file": file, "sha256": digest})
+    record.write(resnet.model_copy(update={"weights": kept}), results / "resnet.json")
     status, out, _ = command("verify", results / "resnet.json")
     assert status == 1 and "`deephoyer data cifar10` fetches it" in out
 
@@ -451,12 +453,12 @@ def test_the_best_keeps_the_accuracy_before_it_is_small(published):
 
 def test_penalties_under_one_search_stand_in_one_row_each_with_both_protocols(published):
     records = [r.model_copy(update={"tags": ("compare",), "row": "l1"}) for r in record.read_all(published)]
-    made = paper_tables.comparison(records)
-    assert [line[:2] for line in made.cells()] == [
+    table = paper_tables.comparison(records)
+    assert [line[:2] for line in table.cells()] == [
         ["LeNet-300-100, single weights", "l1"],
         ["LeNet-5, structure", "l1"],
     ]
-    first = dict(zip([c.header for c in made.columns], made.cells()[0], strict=True))
+    first = dict(zip([c.header for c in table.columns], table.cells()[0], strict=True))
     assert "±" in first["accuracy, %: test-best"] and first["held-out"] and "±" not in first["held-out"]
 
 
@@ -472,21 +474,21 @@ def test_the_index_has_a_line_for_each_record_with_the_command_that_makes_it(pub
 def as_resnet(one, *changes, **measured):
     """A record as a run of a ResNet would have it; nobody trains one in a test."""
     words = Command("small/resnet-56-coupled", ("seed=0", *changes))
-    made = words.read()
+    settings = words.read()
     content = one.model_dump(mode="json") | {"base": words.base, "overrides": list(words.overrides), "tags": ["best"]}
-    content |= {"recipe": made.model_dump(mode="json", exclude_defaults=True), "protocol": made.epoch_selection}
-    content |= {"digest": made.digest(), "row": "mine", "accuracy": {"start": 0.93}}
+    content |= {"recipe": settings.model_dump(mode="json", exclude_defaults=True), "protocol": settings.epoch_selection}
+    content |= {"digest": settings.digest(), "row": "mine", "accuracy": {"start": 0.93}}
     content["measured"] = {**content["measured"], **measured}
     content["latency"] = [{"device": "cpu", "name": "2 CPU threads", "batch": 64, "dense_ms": 300, "ms": 150}]
     return record.Record.model_validate(content)
 
 
 def test_seeds_are_one_row_where_each_began_with_a_network_of_its_own_seed(published):
-    one = record.read(published / GROUP_HS)
+    stored = record.read(published / GROUP_HS)
 
     def starts(seeds, start):
         words = [(f"seed={seed}", f"start=parts/resnet-56-dense{start.format(seed)}") for seed in seeds]
-        return [as_resnet(one, *own, compact={"macs": 50_000_000, "parameters": 1}) for own in words]
+        return [as_resnet(stored, *own, compact={"macs": 50_000_000, "parameters": 1}) for own in words]
 
     def counted(records):
         return sorted(len(series.records) for series in paper_tables.TABLES["resnet-56"].series(records))
@@ -501,32 +503,32 @@ def test_times_do_not_go_by_the_name_of_a_machine_they_were_not_measured_on():
     net, example = models.make("lenet-300-100"), torch.zeros(1, 1, 28, 28)
     timed = summary(net, example, baseline=net, seconds=0.01).to_json()
     trained = {"device": "cuda", "device_name": "a GPU", "threads": 16}
-    made = timings({"compact": timed, "environment": trained}, net, net, example)
-    assert {(t.device, t.name) for t in made} == {("cpu", f"{torch.get_num_threads()} CPU threads")}
+    measured = timings({"compact": timed, "environment": trained}, net, net, example)
+    assert {(t.device, t.name) for t in measured} == {("cpu", f"{torch.get_num_threads()} CPU threads")}
 
 
 def test_a_record_knows_what_compaction_leaves_and_how_fast_that_is(runs, published):
     for name, path in (("hs0", HS0), ("group-hs", GROUP_HS)):
-        made = record.read(published / path)
+        stored = record.read(published / path)
         summary = json.loads((runs / name / "summary.json").read_text())
-        assert made.measured.compact.macs == summary["compact"]["total"]["macs_executed"]
-        assert made.measured.compact.parameters == summary["compact"]["total"]["parameters"]
-        assert [(t.device, t.batch) for t in made.latency] == [("cpu", 1), ("cpu", 64), ("cpu", 256)]
+        assert stored.measured.compact.macs == summary["compact"]["total"]["macs_executed"]
+        assert stored.measured.compact.parameters == summary["compact"]["total"]["parameters"]
+        assert [(t.device, t.batch) for t in stored.latency] == [("cpu", 1), ("cpu", 64), ("cpu", 256)]
 
 
 def test_a_cifar_table_has_both_ways_of_counting_and_the_time_beside_what_was_reported(published):
-    one = record.read(published / GROUP_HS)
-    total = one.measured.total.model_dump() | {"macs_paper": 40_000_000}
-    made = as_resnet(one, right=9380, total=total, compact={"macs": 50_000_000, "parameters": 345_678})
-    text = section(paper_tables.TABLES["resnet-56"], [made])
+    stored = record.read(published / GROUP_HS)
+    total = stored.measured.total.model_dump() | {"macs_paper": 40_000_000}
+    resnet = as_resnet(stored, right=9380, total=total, compact={"macs": 50_000_000, "parameters": 345_678})
+    text = section(paper_tables.TABLES["resnet-56"], [resnet])
     assert "| Group-HS 2e-4 | DeepHoyer ||| 93.58 || 93.14 || 2.38× ||" in text
     assert "| DepGraph | Fang et al. 2023 ||| 93.64 || 93.53 ||| 2.57× |" in text
     assert (
         "| 1 | 93.80 || 93.00 | 93.56 (+0.24) | 3.14× | 2.51× | 345,678 | 2.00× | `small/resnet-56-coupled` |" in text
     )
     assert "| OCSPruner | its public network |||| 93.65 |||| 2.60× |" in text
-    assert "Not run by us yet" in section(paper_tables.TABLES["resnet-110"], [made])
-    assert section(STRUCTURE, [made]) == section(STRUCTURE, [])
+    assert "Not run by us yet" in section(paper_tables.TABLES["resnet-110"], [resnet])
+    assert section(STRUCTURE, [resnet]) == section(STRUCTURE, [])
 
 
 @pytest.mark.parametrize(
@@ -539,15 +541,15 @@ def test_a_cifar_table_has_both_ways_of_counting_and_the_time_beside_what_was_re
     ],
 )
 def test_the_papers_front_is_straight_between_its_points_and_flat_past_them(published, macs, right, there):
-    made = as_resnet(record.read(published / GROUP_HS), right=right, compact={"macs": int(macs), "parameters": 1})
-    table = paper_tables.TABLES["resnet-56"].table([made])
+    resnet = as_resnet(record.read(published / GROUP_HS), right=right, compact={"macs": int(macs), "parameters": 1})
+    table = paper_tables.TABLES["resnet-56"].table([resnet])
     line = dict(zip([c.header for c in table.columns], table.cells()[-1], strict=True))
     assert line["the paper's front there"] == there.strip()
 
 
 def test_the_cifar_figure_needs_no_records_and_shows_those_there_are(command, published, tmp_path):
-    one = record.read(published / GROUP_HS)
-    for records in ([], [as_resnet(one, right=9380), as_resnet(one, "epoch_selection=held-out", right=9300)]):
+    stored = record.read(published / GROUP_HS)
+    for records in ([], [as_resnet(stored, right=9380), as_resnet(stored, "epoch_selection=held-out", right=9300)]):
         figures.save(figures.cifar_front(records), tmp_path, "cifar")
     assert "ours, physically executed (held-out)" in (tmp_path / "cifar.svg").read_text()
     assert command("figure", "cifar", "--out", "drawn")[0] == 0 and (tmp_path / "drawn" / "cifar.png").exists()

@@ -45,7 +45,7 @@ def test_a_tiny_network_goes_through_all_stages_and_resumes(monkeypatch, capsys,
 
 def test_training_that_comes_to_nan_stops_and_keeps_nothing(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(Characters, "scores", lambda self, model: {"score": float("nan")})
-    with pytest.raises(SystemExit, match="not a number any more at step 4"):
+    with pytest.raises(SystemExit, match="the score is NaN at step 4"):
         said(monkeypatch, capsys, Characters, *SHORT, "--out", tmp_path)
     assert not list(tmp_path.glob("*.safetensors"))
 
@@ -98,15 +98,15 @@ def test_strengths_are_chosen_by_what_was_held_out_and_among_those_with_all_seed
     def run(last, **more):
         return {"last": last, "best": last, "macs": 50, "parameters": 10, **more}
 
-    found = {
+    results = {
         "dense": [run(0.9), run(0.9)],
         "group-hs-1e-05-0.5": [run(0.8, held_out=0.5), run(0.8, held_out=0.5)],
         "group-hs-0.001-0.5": [run(0.7, held_out=0.6), run(0.7, held_out=0.6)],
         "group-hs-0.01-0.5": [run(0.9, held_out=0.9)],
     }
-    _, row = trained_fronts.rows(found, Photographs.shown)
+    _, row = trained_fronts.rows(results, Photographs.shown)
     assert (row.method, row.kept, row.strength, row.tried, len(row.runs)) == ("group-hs", "0.5", "0.001", 2, 2)
-    without = {name: [{**r, "held_out": r["last"]} for r in runs] for name, runs in found.items()}
+    without = {name: [{**r, "held_out": r["last"]} for r in runs] for name, runs in results.items()}
     assert trained_fronts.rows(without, Photographs.shown)[1].strength == "1e-05"
 
 

@@ -2,10 +2,10 @@
 
 For each method and size, the setting with the best mean held-out accuracy over a few seeds is chosen; a grid whose best
 value is at its end is extended there. The chosen setting is then run with fresh seeds, and their test accuracies are
-compared. Every run is an ordinary one in `runs/`, so the same command resumes; results that were kept in a file are
-not run again. A network that was trained without knowing the size is shared by all sizes. The middle size is finished
-first, for all methods, so a comparison that is stopped early has one complete table. The YAML files are read in
-`comparison_protocol.py`.
+compared. Every run is an ordinary one in `runs/`, so the same command resumes; results that a file has already are not
+run again. A network whose training does not depend on the size is shared by all sizes. The middle size is finished
+first, for all methods, so that a comparison that is stopped early has one complete table. The YAML files are read in
+`comparison_protocol.py`, the results files in `report/comparison_results.py`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def near(ratio: float) -> bool:
 
 @dataclass(frozen=True)
 class Job:
-    """One network to be measured."""
+    """One network to be measured: a method with a setting and a seed, pruned to a size."""
 
     method: str
     value: float
@@ -55,9 +55,9 @@ class Job:
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """The result of a job. `seconds` are the method's training and finetuning; dense training is not counted.
+    """The result of a job. `seconds` are the method's own training and finetuning, without dense training.
 
-    That of the first fresh seed has its command; those of the others have another seed.
+    Only that of the first fresh seed has its command: those of the others differ in the seed alone.
     """
 
     method: str
@@ -74,6 +74,7 @@ class ComparedRun:
 
     @property
     def met(self) -> bool:
+        """Whether it has the size that was asked for."""
         return abs(self.share / self.size - 1) <= TOLERANCE
 
 
@@ -85,12 +86,12 @@ class Comparison(Queue):
     ):
         self.source, self.name, self.protocol = name, Path(name).stem, read(name)
         typed = {word.partition("=")[0] for word in overrides}
-        own = (*self.protocol.epochs.words(), *self.protocol.words)
-        self.overrides = (*(word for word in own if word.partition("=")[0] not in typed), *overrides)
+        default = (*self.protocol.epochs.words(), *self.protocol.words)
+        self.overrides = (*(word for word in default if word.partition("=")[0] not in typed), *overrides)
         for method in only:
             if method not in self.protocol.methods:
                 raise unknown("method of this comparison", method, self.protocol.methods)
-        self.methods = {n: e for n, e in self.protocol.methods.items() if not only or n in only}
+        self.methods = {name: entry for name, entry in self.protocol.methods.items() if not only or name in only}
         base = self._read(())
         if not (base.pretrain and base.regularize and base.prune and base.finetune):
             raise UserError(f"comparison {name}: {self.protocol.base} must have all four stages.")
@@ -111,7 +112,7 @@ class Comparison(Queue):
         self._recalled: set[Job] = set()
 
     def _check(self, method: str, job: Job) -> None:
-        """A method's own overrides must not change what is equal for all."""
+        """Refuses a method whose overrides change what must be equal for all methods."""
         chain = [self._read(words, method) for words in self.chain(job)]
         epochs, all_epochs = sum(recipe.epochs for recipe in chain), self.dense_epochs + self.epochs
         if epochs != all_epochs:
@@ -124,47 +125,48 @@ class Comparison(Queue):
                 )
 
     def recall(self, content: Mapping[str, Any]) -> int:
-        """Takes the results of a file, so that those runs are not needed again; returns how many it took.
+        """Takes the results of a file, so that those runs are not needed again; returns their number.
 
-        None of a file with other epochs or overrides: they must not stand in one table.
+        Results with other epochs or overrides are not taken: they must not be in one table with these.
         """
         if not self.has_settings_of(content):
             return 0
-        for kept in (*content["outcomes"], *content["failed"]):
-            job = Job(*(kept[field.name] for field in fields(Job)))
-            if "why" in kept:
-                self._failures[job] = kept["why"]
+        for row in (*content["outcomes"], *content["failed"]):
+            job = Job(*(row[field.name] for field in fields(Job)))
+            if "why" in row:
+                self._failures[job] = row["why"]
             else:
-                self._outcomes[job] = ComparedRun(**kept)
+                self._outcomes[job] = ComparedRun(**row)
         self._recalled = {*self._outcomes, *self._failures}
         return len(self._recalled)
 
-    def exemplary(self) -> list[Job]:
-        """The first fresh seed of each method at the middle size: the runs that are published."""
-        middle, seed = self.protocol.middle, self.protocol.choose
+    def jobs_to_publish(self) -> list[Job]:
+        """The first fresh seed of each method at the middle size."""
+        middle, seed = self.protocol.middle, self.protocol.fresh_seeds[0]
         values = {method: self.chosen(method, middle) for method in self.methods}
         return [Job(method, value, seed, middle) for method, value in values.items() if value is not None]
 
     def recipe(self, job: Job) -> Recipe:
-        """That of the run which a job measures."""
+        """The recipe of the run that a job measures."""
         return self._read(self.chain(job)[-1])
 
     def result_folder(self, job: Job) -> Path:
+        """The folder of the run that a job measures."""
         return self.folder(self.chain(job)[-1])
 
     def run_again(self, jobs: Iterable[Job]) -> None:
-        """Does without recalled results: those of runs in `runs/`, finished or still to come, take their place."""
+        """Forgets the recalled results of these jobs: their runs are needed, unless they are finished in `runs/`."""
         for job in jobs:
             self._outcomes.pop(job, None)
             self._recalled.discard(job)
 
     def has_settings_of(self, content: Mapping[str, Any]) -> bool:
-        """Whether a results file is of runs with the same epochs and overrides."""
-        own = self._settings()
-        return bool(content["epochs"] == own["epochs"]) and sorted(content["words"]) == sorted(own["words"])
+        """Whether the runs of a results file have the same epochs and overrides."""
+        settings = self._settings()
+        return bool(content["epochs"] == settings["epochs"]) and sorted(content["words"]) == sorted(settings["words"])
 
     def _settings(self) -> dict[str, Any]:
-        """What all runs have in common, besides the protocol."""
+        """The epochs and overrides that all runs have in common."""
         stages = (self.dense_epochs, self.training_epochs, self.epochs - self.training_epochs)
         return {
             "epochs": dict(zip(Epochs.model_fields, stages, strict=True)),
@@ -174,25 +176,25 @@ class Comparison(Queue):
     # Which runs there are
 
     def _read(self, words: Sequence[str], method: str | None = None) -> Recipe:
-        """The recipe of a run, of a method where that is said in errors."""
+        """The recipe of a run; errors name the method."""
         try:
             return recipes.read(self.protocol.base, (*self.overrides, *words))
         except UserError as why:
             raise UserError(f"comparison {self.source}: {f'methods.{method}: ' if method else ''}{why}") from None
 
     def _words(self, words: tuple[str, ...]) -> str:
-        """The recipe and the overrides of a run, in alphabetical order: what identifies it."""
+        """What identifies a run: its recipe, and its overrides in alphabetical order."""
         return shlex.join([self.protocol.base, *sorted((*self.overrides, *words))])
 
-    def _from(self, words: tuple[str, ...]) -> str:
-        """The override that starts a run from the result of another run."""
+    def _start(self, words: tuple[str, ...]) -> str:
+        """The override that starts a run from the network of another run."""
         return f"start={json.dumps(self._words(words))}"
 
     def _dense(self, seed: int) -> tuple[str, ...]:
         return ("regularize=null", "prune=null", "finetune=null", f"seed={seed}")
 
     def _chain(self, job: Job) -> list[tuple[str, ...]]:
-        """The overrides of the runs of a job, each starting from the one before; the last one is measured."""
+        """The overrides of the runs of a job, each of which starts from the one before; the last one is measured."""
         entry, seed = self.methods[job.method], f"seed={job.seed}"
         target = f"prune.target={{{self.protocol.target}: {job.size:g}}}"
         setting = entry.word(job.value)
@@ -203,13 +205,13 @@ class Comparison(Queue):
         if entry.way == "cut":
             epochs = f"finetune.epochs={self.epochs}"
             words = (*entry.words, setting, epochs, "pretrain=null", "regularize=null", target, seed)
-            return [dense, (*words, self._from(dense))]
+            return [dense, (*words, self._start(dense))]
         if entry.each_size:
-            return [dense, (*entry.words, setting, "pretrain=null", target, seed, self._from(dense))]
+            return [dense, (*entry.words, setting, "pretrain=null", target, seed, self._start(dense))]
         training = [w for w in (*entry.words, setting) if not w.startswith("prune")]
         pruning = [w for w in (*entry.words, setting) if not w.startswith("regularize")]
-        trained = (*training, "pretrain=null", "prune=null", "finetune=null", seed, self._from(dense))
-        return [dense, trained, (*pruning, "pretrain=null", "regularize=null", target, seed, self._from(trained))]
+        trained = (*training, "pretrain=null", "prune=null", "finetune=null", seed, self._start(dense))
+        return [dense, trained, (*pruning, "pretrain=null", "regularize=null", target, seed, self._start(trained))]
 
     def _folder(self, words: tuple[str, ...]) -> Path:
         """A run's folder, named by a digest of its overrides: reading thousands of recipes would take too long."""
@@ -222,7 +224,7 @@ class Comparison(Queue):
         entry = self.methods[method]
         values = list(entry.values)
         for _ in range(self.protocol.extensions):
-            if not all(self._settled(job) for job in self._choosing(method, values, size)):
+            if not all(self._settled(job) for job in self._search(method, values, size)):
                 break
             best = self._best(method, values, size)
             end = None if best is None else 0 if best == values[0] else -1 if best == values[-1] else None
@@ -232,25 +234,26 @@ class Comparison(Queue):
             values.insert(0 if end == 0 else len(values), following)
         return values
 
-    def _choosing(self, method: str, values: Sequence[float], size: float) -> Iterator[Job]:
+    def _search(self, method: str, values: Sequence[float], size: float) -> Iterator[Job]:
+        """The jobs from which a setting is chosen."""
         return (Job(method, value, seed, size) for value in values for seed in range(self.protocol.choose))
 
     def _best(self, method: str, values: Sequence[float], size: float) -> float | None:
-        """The value with the best mean held-out accuracy, of those where no seed failed; the first of equal ones."""
+        """The value with the best mean held-out accuracy of those where no seed failed; of equal ones the first."""
         means: dict[float, float] = {}
         for value in values:
-            outcomes = [self.outcome(job) for job in self._choosing(method, [value], size)]
+            outcomes = [self.outcome(job) for job in self._search(method, [value], size)]
             if all(outcomes):
-                # Rounded: accuracies that are equal in images must stay so, whatever their decimals add up to.
+                # Rounded, so that equal numbers of correct images have equal means.
                 means[value] = round(statistics.fmean(run.held_out for run in outcomes if run is not None), 6)
         return max(means, key=lambda value: means[value]) if means else None
 
     def chosen(self, method: str, size: float) -> float | None:
-        """The setting to run with fresh seeds; None while unknown, or if no setting can be pruned to this size."""
+        """The setting to run with fresh seeds; None if it is not known yet, or if none can be pruned to this size."""
         size = size if self.protocol.chooses_at(size) else self.protocol.middle
         if (method, size) not in self._chosen:
             values = self.values(method, size)
-            if not all(self._settled(job) for job in self._choosing(method, values, size)):
+            if not all(self._settled(job) for job in self._search(method, values, size)):
                 return None
             self._chosen[method, size] = self._best(method, values, size)
         return self._chosen[method, size]
@@ -259,18 +262,18 @@ class Comparison(Queue):
         """The jobs needed so far, the middle size first; more follow when settings have been chosen."""
         for size in self.sizes:
             for method in self.methods if self.protocol.chooses_at(size) else ():
-                yield from self._choosing(method, self.values(method, size), size)
+                yield from self._search(method, self.values(method, size), size)
             for method in self.methods:
                 value = self.chosen(method, size)
                 if value is not None:
                     yield from (Job(method, value, seed, size) for seed in self.protocol.fresh_seeds)
             for method in self.methods if size == self.protocol.middle else ():
-                yield from self._choosing(method, self.around(method), size)
+                yield from self._search(method, self.strengths_near_best(method), size)
 
-    def around(self, method: str) -> list[float]:
+    def strengths_near_best(self, method: str) -> list[float]:
         """A penalty's strengths within a decade of its best one at the middle size, its grid extended as needed.
 
-        They show how much a wrong strength costs, and are not used to choose one.
+        They show how much a wrong strength costs; none is chosen from them.
         """
         entry, best = self.methods[method], self.chosen(method, self.protocol.middle)
         if best is None or not entry.penalizes:
@@ -284,18 +287,19 @@ class Comparison(Queue):
         return [value for value in values if near(value / best)]
 
     def cost(self) -> tuple[dict[Path, int], set[Path]]:
-        """The epochs of every run, fresh seeds included, and the runs that are finished.
+        """The epochs of every run, fresh seeds included, and the folders of those that are finished.
 
-        Assumes that every size chooses another setting and that no grid is extended.
+        Settings that are not chosen yet are assumed to differ between sizes, and no grid to be extended.
         """
         runs: dict[Path, int] = {}
         for method, entry in self.methods.items():
             for place, size in enumerate(self.sizes):
                 value = self.chosen(method, size)
-                own = self.protocol.chooses_at(size)
-                assumed = entry.values[place % len(entry.values) if own else 0] if value is None else value
-                jobs = [*self._choosing(method, entry.values, size)] if own else []
-                for job in (*jobs, *(Job(method, assumed, seed, size) for seed in self.protocol.fresh_seeds)):
+                searched = self.protocol.chooses_at(size)
+                if value is None:
+                    value = entry.values[place % len(entry.values) if searched else 0]
+                jobs = [*self._search(method, entry.values, size)] if searched else []
+                for job in (*jobs, *(Job(method, value, seed, size) for seed in self.protocol.fresh_seeds)):
                     if job in self._recalled:
                         continue
                     epochs = self._epochs(entry)
@@ -303,7 +307,7 @@ class Comparison(Queue):
         return runs, {folder for folder in runs if self._is_done(folder)}
 
     def _epochs(self, entry: Entry) -> list[int]:
-        """The epochs of the runs of a chain."""
+        """The epochs of each run of a method's chain."""
         if entry.way == "scratch":
             return [self.dense_epochs + self.epochs]
         if entry.way == "cut" or entry.each_size:
@@ -334,14 +338,14 @@ class Comparison(Queue):
             share = total["nonzeros"] / total["weights"]
         else:
             share = MEASURES["macs"](self.folder(chain[-1]), last) / total["macs_executed"]
-        own = summaries if len(chain) == 1 else summaries[1:]
+        without_dense = summaries if len(chain) == 1 else summaries[1:]
         environment = last.get("environment", {})
         return ComparedRun(
             **asdict(job),
             share=round(share, 7),
             held_out=round(MEASURES["accuracy"](self.folder(chain[-1]), last), 7),
             accuracy=next(reversed(last["accuracy"].values())),
-            seconds=round(sum(sum(s["seconds"].values()) for s in own), 1),
+            seconds=round(sum(sum(s["seconds"].values()) for s in without_dense), 1),
             command=str(self._command(chain[-1])) if job.seed == self.protocol.choose else None,
             commit=(environment.get("git") or {}).get("commit", "")[:12] or None,
             device=environment.get("device_name"),
@@ -351,7 +355,7 @@ class Comparison(Queue):
         return recipes.Command(self.protocol.base, (*self.overrides, *words))
 
     def failure(self, job: Job) -> str | None:
-        """Why a job failed: the log of the first failed run of its chain."""
+        """Why a job failed: the error of the first failed run of its chain."""
         if job in self._failures:
             return self._failures[job]
         for folder in map(self.folder, self.chain(job)):
@@ -363,10 +367,10 @@ class Comparison(Queue):
         return self.outcome(job) is not None or self.failure(job) is not None
 
     def content(self) -> dict[str, Any]:
-        """The content of a results file: every outcome, of choosing and fresh seeds, and the failures."""
-        wanted = list(dict.fromkeys(self.jobs()))
-        outcomes = [asdict(run) for job in wanted if (run := self.outcome(job)) is not None]
-        failed = [{**asdict(job), "why": why} for job in wanted if (why := self.failure(job)) is not None]
+        """The content of a results file: chosen settings, outcomes of all seeds, and failures."""
+        jobs = list(dict.fromkeys(self.jobs()))
+        outcomes = [asdict(run) for job in jobs if (run := self.outcome(job)) is not None]
+        failed = [{**asdict(job), "why": why} for job in jobs if (why := self.failure(job)) is not None]
         chosen = [
             {"method": method, "size": size, "value": value}
             for method in self.methods
@@ -395,7 +399,7 @@ class Comparison(Queue):
         return None
 
     def _waiting(self) -> Iterator[tuple[tuple[str, ...], str]]:
-        """The next run of each unsettled job, with a title; then the dense networks for the fresh seeds."""
+        """The next run of each unsettled job, with its title; then the dense networks for the fresh seeds."""
         unsettled = [job for job in self.jobs() if not self._settled(job)]
         for job in unsettled:
             yield next(
@@ -409,7 +413,7 @@ class Comparison(Queue):
                     yield words, f"dense, seed {seed}"
 
     def _title(self, job: Job, words: tuple[str, ...]) -> str:
-        """A readable name for a run of a job's chain; its overrides would name the whole chain before it."""
+        """A short name for a run of a job's chain: its overrides contain those of all runs before it."""
         if words == self._dense(job.seed):
             return f"dense, seed {job.seed}"
         size = f", {100 * job.size:g} %" if words == self.chain(job)[-1] else ", trained"

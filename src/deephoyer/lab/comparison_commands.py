@@ -1,4 +1,8 @@
-"""The command `deephoyer compare`. The protocol is in `comparison.py`, the page in `report/methods_page.py`."""
+"""The command `deephoyer compare`: runs a comparison, shows its results, and writes its file, figures and page.
+
+Which runs a comparison takes is in `comparison.py`, its results file in `report/comparison_results.py`, the page in
+`report/methods_page.py`.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from deephoyer.lab.search_commands import Jobs, Mps, live_table, out, say, told_when_interrupted
+from deephoyer.lab.search_commands import Jobs, Mps, exit_when_interrupted, live_table, out, say
 
 if TYPE_CHECKING:
     from deephoyer.lab.comparison import Comparison, Job
@@ -40,17 +44,17 @@ def compare(
     """Compares methods by one protocol: same start, epochs, number of settings, sizes. Run it again to resume."""
     from deephoyer.lab import sweep as sweeps
     from deephoyer.lab.comparison import Comparison
-    from deephoyer.lab.report import methods_page
+    from deephoyer.lab.report import comparison_results
 
     if name == "all":
         _write_page()
         return
     comparison = Comparison(name, overrides or [], only or [], minutes)
-    kept = methods_page.read(comparison.name, comparison.protocol)
+    stored = comparison_results.read(comparison.name, comparison.protocol)
     if write or publish:
-        methods_page.refuse_another(comparison)  # before anything runs
-    if kept is not None and (count := comparison.recall(kept)):
-        out.print(f"{count:,} results are in {methods_page.RESULTS} already and are not run again.")
+        comparison_results.refuse_another(comparison)  # before anything runs
+    if stored is not None and (count := comparison.recall(stored.content)):
+        out.print(f"{count:,} results are in {comparison_results.RESULTS} already and are not run again.")
     unpublished = _unpublished(comparison) if publish else []
     comparison.run_again(unpublished)  # for a record the network is needed, too
     runs, done = comparison.cost()
@@ -61,22 +65,22 @@ def compare(
         f"{left:,} epochs are left{f': {hours:.2f} hours' if hours else ''}."
     )
     if not plan:
-        with told_when_interrupted(), live_table() as shown:
-            at_once = jobs or sweeps.default_jobs()
-            show = None if shown is None else lambda busy: shown.update(sweeps.progress_table(busy))
-            devices = [comparison.device] * at_once
+        with exit_when_interrupted(), live_table() as live:
+            parallel = jobs or sweeps.default_jobs()
+            show = None if live is None else lambda busy: live.update(sweeps.progress_table(busy))
+            devices = [comparison.device] * parallel
             words = [comparison.protocol.base, *comparison.overrides]
-            sweeps.run_queue(words, comparison, at_once, devices, show=show, mps=mps, say=say, timed=False)
-    if done or kept is not None or not plan:
+            sweeps.run_queue(words, comparison, parallel, devices, show=show, mps=mps, say=say, timed=False)
+    if done or stored is not None or not plan:
         out.print(_table(comparison))
     if publish:
         _publish(comparison)
     if write or publish:
         whole = Comparison(name, overrides or []) if only else comparison  # keeps the results of the other methods
-        if kept is not None and only:
-            whole.recall(kept)
+        if stored is not None and only:
+            whole.recall(stored.content)
             whole.run_again(unpublished)
-        out.print(f"wrote {methods_page.write(whole)}")
+        out.print(f"wrote {comparison_results.write(whole)}")
         _draw(comparison.name)
         _write_page()
 
@@ -85,12 +89,12 @@ def _unpublished(comparison: Comparison) -> list[Job]:
     """The runs to be published that have no record yet."""
     from deephoyer.lab.report.record import RESULTS, read_all
 
-    there = {(record.digest, record.seed) for record in read_all(RESULTS)}
-    return [job for job in comparison.exemplary() if (comparison.recipe(job).digest(), job.seed) not in there]
+    published = {(record.digest, record.seed) for record in read_all(RESULTS)}
+    return [job for job in comparison.jobs_to_publish() if (comparison.recipe(job).digest(), job.seed) not in published]
 
 
 def _publish(comparison: Comparison) -> None:
-    from deephoyer.lab.report.methods_page import TAG
+    from deephoyer.lab.report.comparison_results import TAG
     from deephoyer.lab.report.publish import publish
 
     for job in _unpublished(comparison):
@@ -110,35 +114,38 @@ def _table(comparison: Comparison) -> Table:
         for size in comparison.protocol.sizes:
             value = comparison.chosen(method, size)
             seeds = comparison.protocol.fresh_seeds
-            every = [comparison.outcome(Job(method, value, s, size)) for s in seeds] if value is not None else []
-            there = [one for one in every if one is not None]
-            accuracy = f"{100 * sum(o.accuracy for o in there) / len(there):.2f} %" if there else ""
-            left = f"{100 * sum(o.share for o in there) / len(there):.3g} %" if there else ""
+            outcomes = [comparison.outcome(Job(method, value, s, size)) for s in seeds] if value is not None else []
+            runs = [run for run in outcomes if run is not None]
+            accuracy = f"{100 * sum(run.accuracy for run in runs) / len(runs):.2f} %" if runs else ""
+            left = f"{100 * sum(run.share for run in runs) / len(runs):.3g} %" if runs else ""
             chosen = "" if value is None else f"{value:g}"
-            table.add_row(method, f"{100 * size:g} %", chosen, str(len(there)), accuracy, left)
+            table.add_row(method, f"{100 * size:g} %", chosen, str(len(runs)), accuracy, left)
     return table
 
 
 def _draw(name: str) -> None:
+    """The figures of a comparison that comes with the package."""
     from deephoyer.lab import comparison_protocol
-    from deephoyer.lab.report import methods_page
-    from deephoyer.lab.report.figures.methods import every_seed, off_by_a_factor
+    from deephoyer.lab.report import comparison_results
+    from deephoyer.lab.report.figures.methods import every_seed, losses_near_best
     from deephoyer.lab.report.figures.style import save
 
     if name not in comparison_protocol.names():
         return
     protocol = comparison_protocol.read(name)
-    content = methods_page.read(name, protocol)
-    sizes = {
-        size: {m: [100 * o.accuracy for o in methods_page.finals(protocol, content, m, size)] for m in protocol.methods}
+    results = comparison_results.read(name, protocol)
+    if results is None:
+        return
+    percent = {
+        size: {method: [100 * a for a in seeds.values()] for method, seeds in results.accuracies(size).items()}
         for size in protocol.sizes
     }
-    if any(found for rows in sizes.values() for found in rows.values()):
-        save(every_seed(protocol.about, sizes), DOCS / "figures", f"methods-{name}")
-    lost = {m: found for m in protocol.methods if (found := methods_page.losses_near_best(protocol, content, m))}
-    if lost:
+    if any(accuracies for methods in percent.values() for accuracies in methods.values()):
+        save(every_seed(protocol.about, percent), DOCS / "figures", f"methods-{name}")
+    losses = {method: lost for method in protocol.methods if (lost := results.losses_near_best(method))}
+    if losses:
         title = f"{protocol.about}, {100 * protocol.middle:g} %"
-        save(off_by_a_factor(title, lost), DOCS / "figures", f"strengths-{name}")
+        save(losses_near_best(title, losses), DOCS / "figures", f"strengths-{name}")
 
 
 def _write_page() -> None:

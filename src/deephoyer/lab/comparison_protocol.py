@@ -1,6 +1,6 @@
-"""The YAML file of a comparison (`comparisons/`): a recipe, sizes, and methods with a grid of values to search.
+"""The YAML files of comparisons (`comparisons/`): a recipe, sizes, and methods with a grid of values to search.
 
-Nothing is run here. What the protocol prescribes, and which runs follow from it, is in `comparison.py`.
+Nothing is run here: the runs that follow from a protocol are in `comparison.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class Entry(BaseModel):
     """An override with VALUE in it."""
     values: tuple[float, ...] = Field(min_length=2)
     way: Literal["train", "cut", "scratch"] = "train"
-    """Trained, then pruned; pruned at once, with all epochs for finetuning; or pruned before training from scratch."""
+    """The network is trained by the method, then pruned; cut without it, and finetuned longer; or pruned before it is
+    trained from scratch."""
     each_size: bool = False
     """Whether training depends on the size: then every size is trained separately."""
     least: float | None = None
@@ -52,7 +53,7 @@ class Entry(BaseModel):
         return self.vary == "regularize.strength=VALUE"
 
     def digest(self) -> str:
-        """The identity of its runs: a longer grid leaves those that there are."""
+        """The identity of its runs: those of an extended grid stay the same."""
         return _digest(self, exclude={"values", "least", "most"})
 
     def word(self, value: float) -> str:
@@ -69,7 +70,7 @@ class Entry(BaseModel):
 
 
 class Epochs(BaseModel):
-    """The epochs of the stages, the same for every method; a recipe's own are too many for a thousand runs."""
+    """The epochs of the stages, the same for every method: a recipe's own would be too many for a thousand runs."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -122,9 +123,14 @@ class Protocol(BaseModel):
         """The size that is compared first."""
         return self.sizes[len(self.sizes) // 2]
 
+    @property
+    def counts(self) -> str:
+        """What the sizes are shares of."""
+        return "weights" if self.target == "live" else "MACs"
+
 
 def _digest(part: BaseModel, exclude: set[str]) -> str:
-    """That of its other keys, without those at their defaults."""
+    """A digest of all keys but these, without those at their defaults."""
     content = part.model_dump(mode="json", exclude=exclude, exclude_defaults=True)
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -154,7 +160,7 @@ def read(name: str) -> Protocol:
 
 
 def _explain(why: ValidationError) -> str:
-    """The first error in a line, with its place; a slip in a key makes another one missing, and is the cause."""
+    """One error in one line, with its key. A misspelled key is named first: it also makes the right one missing."""
     first = min(why.errors(), key=lambda error: error["type"] != "extra_forbidden")
     place = ".".join(map(str, first["loc"]))
     if first["type"] == "missing":

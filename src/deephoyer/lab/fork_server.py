@@ -1,9 +1,9 @@
 """A fork server: it imports modules once and forks a child process for each Python program, which then starts fast.
 
-Importing torch takes seconds, which a thousand short runs would otherwise spend each. The server never uses a GPU, so
-that its children can; each has its own session, standard input and log, as if it had been started directly. A child
-that is *kept* runs several programs one after another, as long as they succeed, since initializing a GPU takes another
-second. Which programs are run is decided in `processes.py`.
+Otherwise each of a thousand short runs would spend seconds on importing torch. The server never uses a GPU, so that its
+children can; each has its own session, standard input and log, as if it had been started directly. A child that is
+*kept* runs several programs one after another, as long as they succeed, since initializing a GPU takes another second.
+Which programs are run is decided in `processes.py`.
 
 Linux only: on other systems a forked process can't use all that its parent has loaded.
 """
@@ -30,8 +30,8 @@ from typing import IO
 
 MESSAGE = 1 << 17
 """The largest request in bytes; Linux allows a little more."""
-NOBODY = 0
-"""A number that is never given to a program."""
+NO_PROGRAM = 0
+"""A number that no program has."""
 
 
 def can_run(words: list[str]) -> bool:
@@ -50,14 +50,13 @@ class ForkServer:
 
     def __init__(self, environment: dict[str, str], imports: Sequence[str] = ()):
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        none = subprocess.DEVNULL
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the server)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "deephoyer.lab.fork_server", str(theirs.fileno()), *imports],
             env={"OMP_WAIT_POLICY": "passive"} | environment,  # see deephoyer/__main__.py
             pass_fds=[theirs.fileno()],
-            stdin=none,
-            stdout=none,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
             stderr=self._errors,
             start_new_session=True,
         )
@@ -98,7 +97,7 @@ class ForkServer:
 
     def _drain(self) -> None:
         """Reads the remaining messages of a server that has ended: they still count."""
-        self.status(NOBODY)
+        self.status(NO_PROGRAM)
 
     def status(self, number: int, wait: bool = False) -> int | None:
         """The exit status of a child, negative for a signal; None while it runs, or if it is unknown."""
@@ -314,7 +313,7 @@ def _end(number: int, status: int) -> bytes:
 
 
 def _become_a_program(descriptors: list[int], servers: list[int]) -> None:
-    """Closes everything of the server's, and takes over its own standard input, output and error."""
+    """In a new child: closes what belongs to the server, and takes over its own standard input, output and error."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)

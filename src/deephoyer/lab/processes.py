@@ -1,4 +1,4 @@
-"""Runs as child processes: several in parallel, retried after another's GPU error, ended with their parent.
+"""Runs as child processes: several in parallel, retried after a GPU error of another run, ended with their parent.
 
 Each is an ordinary `deephoyer run` in its own folder, so it can be resumed, shown and verified like any other, and one
 that fails does not affect the others. A `Queue` provides the runs: a grid, a search or a comparison.
@@ -24,7 +24,7 @@ from deephoyer.lab import fork_server
 from deephoyer.lab.fork_server import Forked, ForkServer
 from deephoyer.lab.train.progress import describe
 
-GPU_TROUBLES = ("CUDA error", "CUDA driver error", "Triton Error [CUDA]", "cuDNN error")
+GPU_ERRORS = ("CUDA error", "CUDA driver error", "Triton Error [CUDA]", "cuDNN error")
 DEEPHOYER = (sys.executable, "-m", "deephoyer")
 IMPORTS = ("deephoyer.lab.cli", "deephoyer.lab.train.run", "deephoyer.lab.train.result", "torch._dynamo")
 """The modules that a run imports; torch imports the last one at an optimizer's first step."""
@@ -47,7 +47,7 @@ class ChildRun:
     status: int | None = None
     retried: bool = False
     about: dict[str, Any] = field(default_factory=dict)
-    """Data of its queue."""
+    """What its queue notes about it."""
     name: str = ""
     """Its name in messages; by default its overrides."""
 
@@ -81,14 +81,14 @@ class ChildRun:
         return _last_line(self.folder / "log.txt") or f"exit status {self.status}"
 
     def failed_on_gpu(self) -> bool:
-        """Whether it failed on the GPU for the first time: another process may have caused it."""
+        """Whether it failed on the GPU and was not retried yet: another process may have been the cause."""
         ended = self.status in (1, -signal.SIGABRT)  # by a Python exception, or in native code
-        words = _text(self.folder / "log.txt")
-        return ended and not self.retried and any(trouble in words for trouble in GPU_TROUBLES)
+        log = _text(self.folder / "log.txt")
+        return ended and not self.retried and any(error in log for error in GPU_ERRORS)
 
     def failed_in_shared_process(self) -> bool:
-        """Whether it failed for the first time, in a process that may have executed other runs before, or whose server
-        was killed."""
+        """Whether it failed and was not retried yet, in a process that may have executed other runs before, or whose
+        server was killed."""
         shared = isinstance(self.process, Forked) and (self.process.kept or self.process.lost)
         return shared and not self.retried and self.status in (1, -signal.SIGABRT, -signal.SIGSEGV)
 
@@ -163,8 +163,8 @@ def run_children(
                     start(child)
                     say(f"started: {child.title}")
                 if faulted and not busy:
-                    # Only now: MPS recovers from a GPU error when its last client has ended. One at a time, as one
-                    # of them may be the cause. The queue may still be open, for runs that depend on these.
+                    # Only when nothing runs: MPS recovers from a GPU error when its last client has ended. One at a
+                    # time, as one of them may be the cause. The queue may still be open, for runs that depend on these.
                     start.close_server()
                     busy.append(faulted.pop(0).retry())
                     start(busy[0])
@@ -190,7 +190,7 @@ def run_children(
                     for child in busy:
                         say(f"{child.title}: {child.line()}")
                 time.sleep(0.2)
-        except BaseException:  # Ctrl-C most of all
+        except BaseException:  # above all Ctrl-C
             _stop(busy)
             for child in [*busy, *faulted]:
                 queue.interrupted(child)
@@ -281,8 +281,8 @@ def _poll(child: ChildRun) -> bool:
 
 
 def _stop(busy: Sequence[ChildRun]) -> None:
-    """Signals all before waiting for any: a second Ctrl-C must not leave some running."""
-    running = [m.process for m in busy if m.process is not None and m.process.poll() is None]
+    """Signals all children before waiting for any: a second Ctrl-C must not leave some running."""
+    running = [child.process for child in busy if child.process is not None and child.process.poll() is None]
     for process in running:
         process.send_signal(signal.SIGINT)
     for process in running:
@@ -312,7 +312,7 @@ def is_child_run() -> bool:
 
 
 def is_untimed() -> bool:
-    """Whether the final network is not to be timed: next to other runs, times would be wrong."""
+    """Whether the final network is not to be timed, because other runs next to it would distort its time."""
     return os.environ.get(UNTIMED) == "1"
 
 
@@ -320,10 +320,9 @@ def end_with_parent() -> None:
     """In a child: when its standard input closes, the parent has ended, and this process ends as by Ctrl-C."""
     if not is_child_run():
         return
-    # Commands that a shell starts in the background ignore Ctrl-C (SIGINT), by which runs are stopped.
+    # Commands that a shell starts in the background ignore SIGINT, with which runs are stopped.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    mine = os.fstat(0)
+    stdin = os.fstat(0)
 
     def watch() -> None:
         try:
@@ -331,7 +330,7 @@ def end_with_parent() -> None:
                 pass
         except OSError:
             pass
-        if os.path.samestat(mine, os.fstat(0)):  # else this run has ended, and its process executes another one
+        if os.path.samestat(stdin, os.fstat(0)):  # else this run has ended, and its process executes another one
             os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=watch, daemon=True).start()

@@ -1,9 +1,9 @@
 """A search for good settings with Optuna: each trial is an ordinary run, several workers share one study.
 
-A worker asks the study for settings, executes a run with them, and reports its results. Workers on one or several
-machines share the study's storage: a journal file by default (on a shared disk it serves several machines), or another
-storage of Optuna's by its URL, such as PostgreSQL. A worker writes heartbeats while its trial runs; a trial without
-them is resumed by another worker, from its last checkpoint if the folder is shared.
+A worker asks the study for settings, executes a run with them, and reports its results. Workers share the study's
+storage: a journal file by default (on a shared disk also between machines), or another storage of Optuna's by its URL,
+such as PostgreSQL. A worker writes heartbeats while its trial runs; a trial without them is resumed by another worker,
+from its last checkpoint if the folder is shared.
 
 `accuracy` is measured on the images that select epochs: held-out ones unless the recipe says otherwise.
 """
@@ -62,22 +62,22 @@ class Axis:
         key, _, domain = text.partition("=")
         if not key or not domain:
             raise UserError(f"--vary {text!r}: write key=low..high, key=low..high:log or key=value,value,…")
-        found = re.fullmatch(r"([^.:,]+(?:\.\d+)?(?:e[-+]?\d+)?)\.\.([^:,]+)(:log)?", domain, re.IGNORECASE)
-        if found is None:
+        bounds = re.fullmatch(r"([^.:,]+(?:\.\d+)?(?:e[-+]?\d+)?)\.\.([^:,]+)(:log)?", domain, re.IGNORECASE)
+        if bounds is None:
             values = tuple(domain.split(","))
             if len(set(values)) < max(2, len(values)):
                 raise UserError(f"--vary {text!r}: give at least two different values, or a range like 1e-4..1e-2:log.")
             return cls(key, values=values)
         try:
-            low, high = float(found[1]), float(found[2])
+            low, high = float(bounds[1]), float(bounds[2])
         except ValueError:
-            raise UserError(f"--vary {text!r}: {found[1]} and {found[2]} are not both numbers.") from None
-        log = found[3] is not None
+            raise UserError(f"--vary {text!r}: {bounds[1]} and {bounds[2]} are not both numbers.") from None
+        log = bounds[3] is not None
         if not low < high or (log and low <= 0):
             raise UserError(
                 f"--vary {text!r}: a range goes from a smaller to a larger number; both must be above 0 for :log."
             )
-        whole = all(re.fullmatch(r"[-+]?\d+", end) for end in (found[1], found[2]))
+        whole = all(re.fullmatch(r"[-+]?\d+", end) for end in (bounds[1], bounds[2]))
         return cls(key, low, high, log, whole)
 
     def ends(self) -> list[str]:
@@ -214,7 +214,7 @@ class Search(Queue):
         return ChildRun(chosen, folder, about={"trial": trial.number})
 
     def open(self) -> bool:
-        """Whether this worker has, or may still get, a trial: those of dead workers are resumed by it."""
+        """Whether there may still be a trial for this worker, such as that of another worker that dies."""
         return any(trial.state.name in ("RUNNING", "WAITING") for trial in self._all()) or self._room()
 
     def ended(self, child: ChildRun) -> None:
@@ -252,7 +252,7 @@ class Search(Queue):
         return list(self.study.get_trials(deepcopy=False))
 
     def _counted(self) -> list[Any]:
-        """Trials that count towards the requested number: a retried trial counts once."""
+        """Trials that count towards the requested number: one that was retried counts once."""
         return [t for t in self._all() if "given_up" not in t.user_attrs]
 
     def _room(self) -> bool:
@@ -260,11 +260,11 @@ class Search(Queue):
         return len(counted) < self.trials or any(t.state.name == "WAITING" for t in counted)
 
     def _note(self, number: int, key: str, value: Any) -> None:
-        """Sets an attribute of any worker's trial; Optuna needs a handle of the trial for that."""
+        """Sets an attribute of any worker's trial, by the trial's id in the storage."""
         import optuna
 
-        number_in_storage = next(t._trial_id for t in self._all() if t.number == number)
-        optuna.trial.Trial(self.study, number_in_storage).set_user_attr(key, value)
+        id_in_storage = next(t._trial_id for t in self._all() if t.number == number)
+        optuna.trial.Trial(self.study, id_in_storage).set_user_attr(key, value)
 
     def _heartbeat(self, number: int) -> None:
         self._note(number, "alive", time.time())
@@ -277,9 +277,9 @@ class Search(Queue):
                     self._requeue(trial.number)
 
     def _requeue(self, number: int, died: bool = True) -> None:
-        """Ends the trial and queues its settings again; if several workers try, one succeeds.
+        """Ends the trial and queues its settings again; if several workers do this at the same time, one succeeds.
 
-        Only a worker that died counts: the trial may be the cause.
+        A trial whose worker died is retried a limited number of times, as it may have been the cause.
         """
         trial = next(t for t in self._all() if t.number == number)
         tries = trial.user_attrs.get("tries", 1) + died
@@ -288,7 +288,7 @@ class Search(Queue):
             self.study.enqueue_trial(trial.params, user_attrs={"tries": tries, "retry_of": number})
 
     def _close(self, number: int, given_up: str | None) -> bool:
-        """Ends a running trial without a value; False where another worker was first."""
+        """Ends a running trial without a value; False if another worker did it first."""
         from optuna.trial import TrialState
 
         try:
@@ -324,7 +324,7 @@ def _compacted(summary: dict[str, Any]) -> dict[str, Any]:
 
 
 def _selected_accuracy(folder: Path, summary: dict[str, Any]) -> float:
-    """The accuracy on the images that select epochs: after the last stage, in the epoch that was kept of it."""
+    """The accuracy on the images that select epochs, in the epoch that was kept of the last stage."""
     if "selection_accuracy" in summary:
         return float(summary["selection_accuracy"])
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]

@@ -37,10 +37,10 @@ def sweep(
 
     changes = overrides or []
     runs = sweeps.grid_runs(recipe, changes, grid or [], folder)
-    with told_when_interrupted(), live_table() as live:
+    with exit_when_interrupted(), live_table() as live:
         sweeps.run_all(recipe, changes, runs, jobs or sweeps.default_jobs(), live, mps=mps, say=say)
     out.print(sweeps.result_table(runs))
-    failed = [m for m in runs if m.status != 0]
+    failed = [run for run in runs if run.status != 0]
     if failed:
         say(f"{len(failed)} of {len(runs)} runs failed; the first: {failed[0].folder / 'log.txt'}")
         raise typer.Exit(1)
@@ -81,19 +81,19 @@ def search(
     changes = overrides or []
     axes = [searches.Axis.read(text) for text in vary or []]
     aims = searches.goals(maximize or [], minimize or [])
-    place = folder or Path("runs") / f"search-{folder_name(recipe, changes)}"
-    study = searches.Search(recipe, changes, axes, aims, trials, place, storage, seed, silent_after)
-    out.print(f"study {place}: {study.done()} of {trials} trials finished")
-    with told_when_interrupted(), live_table() as live:
-        at_once = jobs or sweeps.default_jobs()
-        device = study.device()
+    study_folder = folder or Path("runs") / f"search-{folder_name(recipe, changes)}"
+    study = searches.Search(recipe, changes, axes, aims, trials, study_folder, storage, seed, silent_after)
+    out.print(f"study {study_folder}: {study.done()} of {trials} trials finished")
+    with exit_when_interrupted(), live_table() as live:
+        parallel = jobs or sweeps.default_jobs()
+        devices = [study.device()] * parallel
         show = None if live is None else lambda busy: live.update(sweeps.progress_table(busy))
-        sweeps.run_queue([recipe, *changes], study, at_once, [device] * at_once, show=show, mps=mps, say=say)
-    _show(study, place)
+        sweeps.run_queue([recipe, *changes], study, parallel, devices, show=show, mps=mps, say=say)
+    _show(study, study_folder)
 
 
-def _show(study: Any, place: Path) -> None:
-    """The Pareto front first, then the other trials; a figure if there are two objectives."""
+def _show(study: Any, folder: Path) -> None:
+    """Prints the Pareto front, then the other trials; draws a figure if there are two objectives."""
     table = Table(title=f"{study.done()} trials; ● Pareto-optimal", title_justify="left")
     table.add_column("")
     for aim in study.aims:
@@ -109,13 +109,13 @@ def _show(study: Any, place: Path) -> None:
         from deephoyer.lab.report.figures.style import save
         from deephoyer.lab.report.figures.trials import trials
 
-        drawn = save(trials([str(aim) for aim in study.aims], [(v, best) for _, v, best in rows]), place, "front")
-        out.print(f"figure: {drawn[0]}")
+        figure = trials([str(aim) for aim in study.aims], [(values, best) for _, values, best in rows])
+        out.print(f"figure: {save(figure, folder, 'front')[0]}")
 
 
 @contextmanager
 def live_table() -> Iterator[Any]:
-    """A table that is kept up to date, on a terminal."""
+    """A table that is kept up to date; None where there is no terminal."""
     if not out.is_terminal:
         yield None
         return
@@ -126,7 +126,8 @@ def live_table() -> Iterator[Any]:
 
 
 @contextmanager
-def told_when_interrupted() -> Iterator[None]:
+def exit_when_interrupted() -> Iterator[None]:
+    """Ctrl-C says how to resume, and exits with status 130."""
     try:
         yield
     except KeyboardInterrupt:

@@ -35,9 +35,9 @@ def grid_runs(recipe: str, overrides: Sequence[str], grid: Iterable[str], folder
         axes.append([f"{key}={value}" for value in values.split(",")])
     runs = []
     for chosen in itertools.product(*axes):
-        every = [*overrides, *chosen]
-        recipes.read(recipe, every)
-        runs.append(ChildRun(list(chosen), folder / recipes.folder_name(recipe, every)))
+        all_overrides = [*overrides, *chosen]
+        recipes.read(recipe, all_overrides)
+        runs.append(ChildRun(list(chosen), folder / recipes.folder_name(recipe, all_overrides)))
     if len({run.folder for run in runs}) < len(runs):
         raise UserError("--grid: a value is given twice.")
     return runs
@@ -54,7 +54,7 @@ def run_all(
     say: Callable[[str], None] = print,
     program: Sequence[str] = DEEPHOYER,
 ) -> None:
-    """Executes runs, `jobs` at a time. Without `mps`, those on one GPU take turns."""
+    """Executes runs, `jobs` at a time. Without `mps`, runs on one GPU take turns."""
     devices = [recipes.read(recipe, [*overrides, *run.overrides]).device for run in runs]
     show = None if live is None else lambda _: live.update(progress_table(runs))
     run_queue([recipe, *overrides], ListQueue(runs), jobs, devices, show=show, mps=mps, say=say, program=program)
@@ -91,7 +91,7 @@ def run_queue(
 
 
 def _imports(words: Sequence[str]) -> tuple[str, ...]:
-    """What the fork server loads for all runs: modules, and images that would take each run two seconds to unpack."""
+    """What the fork server loads once for all runs: modules, and images that take two seconds to unpack."""
     if not words:
         return IMPORTS
     data, _ = named(recipes.read(words[0], words[1:]).data)
@@ -99,7 +99,7 @@ def _imports(words: Sequence[str]) -> tuple[str, ...]:
 
 
 def default_jobs() -> int:
-    """Small networks leave most of a GPU idle, so several run at once there; on CPUs one at a time is faster."""
+    """The number of parallel runs: several on a GPU, which small networks leave mostly idle; one on CPUs."""
     import torch
 
     return max(1, min(16, usable_cores() // 2)) if torch.cuda.is_available() else 1

@@ -1,6 +1,6 @@
-"""The commands publish, verify, table and figure. `cli.py` adds them to the program.
+"""The commands publish, verify, table and figure: arguments in, text out. `cli.py` adds them to the program.
 
-They parse arguments, call other modules, and print; heavy modules are imported when a command needs them.
+The work is done in other modules, which are imported when a command needs them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ResultsFolder = Annotated[Path, typer.Option("--results", help="the folder of re
 
 
 def _place(words: list[str]) -> tuple[list[Path], dict[str, Any]]:
-    """Paths, and settings of the data on this machine: what is typed as data.path=…"""
+    """Paths, and the settings of the data on this machine (data.path=…)."""
     from deephoyer.lab import recipe as recipes
     from deephoyer.lab.choices import OF_THIS_MACHINE
 
@@ -47,8 +47,8 @@ def publish(
     runs, place = _place(words)
     for run in runs:
         record = write(run, results, row=row, tags=tag or (), notes=note or (), keep_weights=weights, place=place)
-        measured, before = record.measured, record.weights.right_in_float32
-        stored = "" if before is None else f" as stored in float16 ({before / measured.images:.2%} in float32)"
+        measured, in_float32 = record.measured, record.weights.right_in_float32
+        stored = "" if in_float32 is None else f" as stored in float16 ({in_float32 / measured.images:.2%} in float32)"
         nonzeros = f"{measured.total.nonzeros:,} nonzeros"
         typer.echo(f"{record.path}: {measured.accuracy:.2%}{stored}, {nonzeros}; {record.command}")
 
@@ -65,16 +65,16 @@ def verify(
     """Loads published networks, evaluates them on the real test set, counts again, and compares with their records."""
     from deephoyer.lab.report.verify import verify as outcomes
 
-    seen = []
+    verdicts = []
     paths, place = _place(words or [])
     for outcome in outcomes(paths or [RESULTS], place):
-        seen.append(outcome.verdict)
+        verdicts.append(outcome.verdict)
         typer.echo(str(outcome))
         for difference in outcome.differences:
             typer.echo(f"       {difference}")
-    failed, without = seen.count("FAILED"), seen.count("weights not kept")
-    held = f"{seen.count('ok')} of {len(seen) - without} records verified"
-    typer.echo(f"{held}: equal counts, accuracy within 2 of 10,000 images, of the networks as they are stored")
+    failed, without = verdicts.count("FAILED"), verdicts.count("weights not kept")
+    verified = f"{verdicts.count('ok')} of {len(verdicts) - without} records verified"
+    typer.echo(f"{verified}: equal counts, accuracy within 2 of 10,000 images, of the networks as they are stored")
     if without:
         typer.echo(f"{without} more without weights: their numbers are consistent, nothing was measured")
     if failed:
@@ -137,13 +137,13 @@ def figure(
             drawn["front-held-out"] = figures.mnist_front(records, "held-out")
     else:
         drawn = {name: figures.contours() if name == "contours" else figures.descent()}
-    for title, made in drawn.items():
-        for path in figures.save(made, folder, title):
+    for title, drawing in drawn.items():
+        for path in figures.save(drawing, folder, title):
             typer.echo(f"wrote {path}")
 
 
 def _records(results: Path) -> list[Record]:
-    """A checkout without results has no records; a folder that was asked for by name must be there."""
+    """All records; the default folder need not exist, another one must."""
     from deephoyer.lab.report.record import read_all
 
     if results != RESULTS and not results.is_dir():

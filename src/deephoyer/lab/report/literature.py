@@ -3,7 +3,7 @@
 Yang, Wen, Li, "DeepHoyer: Learning Sparser Neural Network with Differentiable Scale-Invariant Sparsity Measures", ICLR
 2020: tables 1 to 5 and those of its appendix, whose own rows count filters and channels that are zero in a layer as
 gone. The rows are in `literature.csv`; `measured` alone is ours, of networks that their authors made public
-(`benchmarks/others_networks.py`). Which epoch a row was selected by is said where its source says it. Progressive ADMM
+(`benchmarks/public_networks.py`). Which epoch a row was selected by is said where its source says it. Progressive ADMM
 (arXiv:1903.09769) prints 246 times fewer weights on LeNet-5 with "(almost) zero accuracy loss"; their number follows
 from that ratio. Of AlexNet `accuracy` is how much the top-5 error grew, in points.
 """

@@ -1,4 +1,7 @@
-"""Group magnitudes before pruning, per layer, split into kept and pruned: the data of a page's histograms."""
+"""Histograms of group magnitudes before pruning, layer by layer, kept and pruned groups apart, as numbers.
+
+They are drawn in `plots.py`.
+"""
 
 from __future__ import annotations
 
@@ -14,27 +17,27 @@ def histograms_of(before: Mapping[str, Tensor], after: Mapping[str, Tensor], bin
 
     `before` are the weights that were pruned, `after` the final ones: what is zero there was pruned.
 
-    >>> made = histograms_of({"w": torch.tensor([[1.0, 0.001]])}, {"w": torch.tensor([[1.0, 0.0]])}, bins=2)
-    >>> made[0]["kind"], made[0]["stayed"], made[0]["went"], made[0]["threshold"]
+    >>> elements, *_ = histograms_of({"w": torch.tensor([[1.0, 0.001]])}, {"w": torch.tensor([[1.0, 0.0]])}, bins=2)
+    >>> elements["kind"], elements["stayed"], elements["went"], elements["threshold"]
     ('elements', [0, 1], [1, 0], -1.5)
     """
-    made = []
+    histograms = []
     for name, weight in before.items():
         final = after.get(name)
         if final is None or weight.dim() < 2 or final.shape != weight.shape:
             continue
         for kind, (magnitude, kept) in _kinds(weight, final != 0).items():
-            made.append({"name": name, "kind": kind, **_histogram(magnitude, kept, bins)})
-    return made
+            histograms.append({"name": name, "kind": kind, **_histogram(magnitude, kept, bins)})
+    return histograms
 
 
 def _kinds(weight: Tensor, alive: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-    """Single weights, and the norms of filters (along the first dimension) and channels (along the second)."""
-    made = {"elements": (weight.abs().flatten(), alive.flatten())}
+    """Magnitudes, and which were kept: of single weights, filters (first dimension) and channels (second)."""
+    kinds = {"elements": (weight.abs().flatten(), alive.flatten())}
     for dim, kind in enumerate(("filters", "channels")):
-        rows, left = (t.movedim(dim, 0).flatten(1) for t in (weight, alive))
-        made[kind] = rows.norm(dim=1), left.any(1)
-    return made
+        rows, kept = (t.movedim(dim, 0).flatten(1) for t in (weight, alive))
+        kinds[kind] = rows.norm(dim=1), kept.any(1)
+    return kinds
 
 
 def _histogram(magnitude: Tensor, kept: Tensor, bins: int) -> dict[str, Any]:
@@ -44,7 +47,7 @@ def _histogram(magnitude: Tensor, kept: Tensor, bins: int) -> dict[str, Any]:
     if not len(logs):
         return {"edges": [], "stayed": [], "went": [], "zeros": int(zero.sum()), "threshold": None}
     high = logs.max().item()
-    low = max(logs.min().item(), high - 12)  # float noise far under everything would take all the room
+    low = max(logs.min().item(), high - 12)  # rounding noise far below all others would take up the axis
     edges = torch.linspace(low, high if high > low else low + 1e-3, bins + 1, dtype=torch.float64)
     counts = [torch.histogram(logs[part].clamp(min=low), edges).hist.int().tolist() for part in (alive, ~alive)]
     return {

@@ -1,7 +1,6 @@
-"""Measuring a network: on the real test set, from nothing but weights, and on the clock beside the dense one.
+"""Measures a network: its accuracy on the real test set, its counts, and its time beside the dense one's.
 
-Accuracy and counts are always taken on the CPU, in float32: a GPU's shorter formats move a few images from right to
-wrong.
+Accuracy and counts are always measured on the CPU in float32: with a GPU's shorter formats a few images change class.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ from deephoyer.latency import measure as measure_latency
 from deephoyer.structure import compact
 
 BATCHES = (1, 64, 256)
-"""Those that a run which was not timed is timed at."""
-BATCH = 200  # what a convolution's output of this many images takes fits into a core's cache
-LARGE = 50  # of larger ones
+"""The batch sizes at which a network is timed whose run did not time it."""
+BATCH = 200  # a convolution's output for this many small images fits into a core's cache
+LARGE = 50  # the same for large images
 
 
 def measure(model: nn.Module, recipe: Recipe, compacted: bool = True) -> Measured:
-    """How many test images of the recipe's data the network gets right, and what is left of it.
+    """How many test images of the recipe's data the network classifies correctly, and its counts.
 
-    With `compacted`, what is dead is taken out first, and the images are shown to what is left.
+    With `compacted`, it is compacted first, and the compacted network classifies the images.
     """
     source = _source_of(recipe)
     example = source.example(2)
@@ -71,9 +70,9 @@ def _score(model: nn.Module, source: Source) -> Correct:
 
 
 def check_images(recipe: Recipe, images: str | None) -> None:
-    """Refuses to measure on other images than those with this fingerprint."""
+    """Refuses to measure on images that do not have this fingerprint."""
     if images is not None and _source_of(recipe).fingerprint != images:
-        raise UserError("the images are others than the run's: data.path=… names the folder that it had.")
+        raise UserError("the images are not those of the run: give the folder that it had as data.path=….")
 
 
 def _source_of(recipe: Recipe) -> Source:
@@ -82,7 +81,7 @@ def _source_of(recipe: Recipe) -> Source:
 
 @cache
 def _source(settings: str) -> Source:
-    """The data, once a process: a tree of records is verified on the same few."""
+    """The data, read once per process: many records are verified on the same images."""
     return datasets.load(json.loads(settings))
 
 
@@ -90,18 +89,17 @@ def _source(settings: str) -> Source:
 
 
 def timings(summary: Mapping[str, Any], small: nn.Module, dense: nn.Module, example: Tensor) -> tuple[Timing, ...]:
-    """Milliseconds a batch of the compacted and the dense network: from where the run was timed, and from this CPU."""
-    own, where = summary["compact"], summary["environment"]
-    fast, slow = ([Latency(**item) for item in part["latency"]] for part in (own, own["baseline"]))
-    if fast and where["device"] == own["device"] == "cpu":
-        return _paired("cpu", where["threads"], slow, fast)
-    here = measure_latency([small, dense], example, [item.batch for item in fast] or BATCHES)
-    on_cpu = _paired("cpu", torch.get_num_threads(), here[1], here[0])
-    if (
-        not fast or torch.device(own["device"]).type != where["device"]
-    ):  # trained there, but finished and timed elsewhere
+    """Milliseconds per batch of the compacted and the dense network: as the run measured them, and on this CPU."""
+    compact, environment = summary["compact"], summary["environment"]
+    fast, slow = ([Latency(**item) for item in part["latency"]] for part in (compact, compact["baseline"]))
+    if fast and environment["device"] == compact["device"] == "cpu":
+        return _paired("cpu", environment["threads"], slow, fast)
+    times, dense_times = measure_latency([small, dense], example, [item.batch for item in fast] or BATCHES)
+    on_cpu = _paired("cpu", torch.get_num_threads(), dense_times, times)
+    timed_elsewhere = torch.device(compact["device"]).type != environment["device"]  # than it was trained
+    if not fast or timed_elsewhere:
         return on_cpu
-    return _paired(where["device"], where["device_name"], slow, fast) + on_cpu
+    return _paired(environment["device"], environment["device_name"], slow, fast) + on_cpu
 
 
 def _paired(device: str, name: str | int, dense: list[Latency], small: list[Latency]) -> tuple[Timing, ...]:

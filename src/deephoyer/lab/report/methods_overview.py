@@ -6,12 +6,13 @@ All numbers are in the page of methods, with their spread and their settings; he
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from deephoyer.lab import comparison_protocol
-from deephoyer.lab.report import methods_page
+from deephoyer.lab.report import comparison_results
+from deephoyer.lab.report.significance import BEST, verdicts
 from deephoyer.lab.report.table import Column, Table
 
 WEIGHTS, NEURONS = "lenet-300-100", "lenet-300-100-structure"
@@ -39,29 +40,36 @@ LINES = (
 )
 
 
-def overview(results: Path = methods_page.RESULTS) -> Table[Line]:
+def overview(folder: Path = comparison_results.RESULTS) -> Table[Line]:
     """Mean test accuracy of the fresh seeds in percent; bold where it is significantly higher than all others'."""
-    columns = [Column[Line]("LeNet-300-100, % correct, with …", lambda line: line.title)]
-    columns += [_column(results, WEIGHTS, size, lambda line: line.weights) for size in _sizes(WEIGHTS)]
-    columns += [_column(results, NEURONS, size, lambda line: line.neurons) for size in _sizes(NEURONS)]
+    columns = [
+        Column[Line]("LeNet-300-100, % correct, with …", lambda line: line.title),
+        *_columns(folder, WEIGHTS, lambda line: line.weights),
+        *_columns(folder, NEURONS, lambda line: line.neurons),
+    ]
     return Table("methods", columns, LINES)
 
 
-def _sizes(name: str) -> tuple[float, ...]:
-    return comparison_protocol.read(name).sizes
-
-
-def _column(results: Path, name: str, size: float, method_of: Callable[[Line], str | None]) -> Column[Line]:
+def _columns(folder: Path, name: str, method_of: Callable[[Line], str | None]) -> list[Column[Line]]:
+    """One for each size of a comparison."""
     protocol = comparison_protocol.read(name)
-    content = methods_page.read(name, protocol, results)
-    runs = {method: methods_page.finals(protocol, content, method, size) for method in protocol.methods}
-    judged = methods_page.verdicts(runs)
+    results = comparison_results.read(name, protocol, folder)
+    if results is None:
+        return []
+    titles = {size: f"{100 * size:g} % of the {protocol.counts}" for size in protocol.sizes}
+    return [_column(title, results.accuracies(size), method_of) for size, title in titles.items()]
+
+
+def _column(
+    title: str, accuracies: Mapping[str, Mapping[int, float]], method_of: Callable[[Line], str | None]
+) -> Column[Line]:
+    judged = verdicts(accuracies)
 
     def cell(line: Line) -> str | None:
         method = method_of(line)
-        if method is None or not runs[method]:
+        if method is None or not accuracies[method]:
             return None
-        mean = f"{statistics.fmean(100 * run.accuracy for run in runs[method]):.2f}"
-        return f"**{mean}**" if judged[method] == methods_page.BEST else mean
+        mean = f"{statistics.fmean(100 * a for a in accuracies[method].values()):.2f}"
+        return f"**{mean}**" if judged[method] == BEST else mean
 
-    return Column(f"{100 * size:g} % of the {methods_page.counted(protocol)}", cell, "right")
+    return Column(title, cell, "right")

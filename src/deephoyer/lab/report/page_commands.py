@@ -1,4 +1,4 @@
-"""The commands report, a page about runs, and explain, the coupled channels of a network."""
+"""The commands `report` (an HTML page about runs) and `explain` (the coupled channels of a network)."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def report(
     if results or runs is None:
         from deephoyer.lab.report.record import read_all
 
-        place = Path("results")
-        typer.echo(f"wrote {run_page.write_results(list(read_all(place)), place, target or Path('results.html'))}")
+        folder = Path("results")
+        typer.echo(f"wrote {run_page.write_results(read_all(folder), folder, target or Path('results.html'))}")
         return
     if len(runs) > 1:
         typer.echo(f"wrote {run_page.write_comparison(runs, target or Path('comparison.html'))}")
@@ -52,6 +52,7 @@ def explain(
         network, example = open_network(Path(source), chosen_model(model))
     else:
         network, example = models.make(source), torch.zeros(2, *models.input_shape(source))
-    made = explanation_of(network, example)
-    typer.echo(str(made))
-    typer.echo(f"{made.removable:,} of {made.parameters:,} parameters belong to channels that can be removed")
+    explanation = explanation_of(network, example)
+    typer.echo(str(explanation))
+    removable = f"{explanation.removable:,} of {explanation.parameters:,} parameters"
+    typer.echo(f"{removable} belong to channels that can be removed")

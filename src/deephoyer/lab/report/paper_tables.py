@@ -1,7 +1,7 @@
-"""The paper's tables: what others reported, and what we measured, side by side and told apart.
+"""The paper's tables: numbers that others reported, and below them ours, measured.
 
-A record stands in one of these tables when one of its tags says in which capacity (`CAPACITIES`). All numbers of ours
-come from records; nothing is typed here. Adding a column is adding a line to `_columns`.
+Records with a tag of `CAPACITIES` are rows of these tables. All numbers of ours come from records; nothing is typed
+here. A new column is a new line in `_columns`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CAPACITIES = {
     "paper-data": "ours, its data and loss",
     "best": "ours, best",
 }
-"""The tags by which a record stands in a table of the paper, in the order of the rows."""
+"""The tags of records that are rows of the paper's tables, in the order of the rows, and what the rows are called."""
 
 Row = Reported | Series
 LONGEST_WORDS = 96
@@ -63,20 +63,20 @@ class PaperTable:
         return lambda record: record.measured.total.nonzeros
 
     def series(self, records: Iterable[Record]) -> list[Series]:
-        """Ours of this network and kind, whether or not they stand in the table."""
-        own = [r for r in records if r.network == self.network and r.data == self.data]
+        """Ours of this network and kind, whether or not they are rows of the table."""
+        ours = [r for r in records if r.network == self.network and r.data == self.data]
         if self.floor is not None:
-            own = [r for r in own if r.settings.regularize is not None and r.structural == self.structural]
-        return gather(own, self.size_of)
+            ours = [r for r in ours if r.settings.regularize is not None and r.structural == self.structural]
+        return gather(ours, self.size_of)
 
     def table(self, records: Iterable[Record]) -> Table[Row]:
-        own = [s for s in self.series(records) if capacity(s)]
-        own.sort(key=lambda s: list(CAPACITIES).index(capacity(s) or ""))
-        return Table(self.title, _columns(self), [*self.reported, *own])
+        ours = [s for s in self.series(records) if capacity(s)]
+        ours.sort(key=lambda s: list(CAPACITIES).index(capacity(s) or ""))
+        return Table(self.title, _columns(self), [*self.reported, *ours])
 
 
 def capacity(series: Series) -> str | None:
-    """The tag by which it stands in a table of the paper."""
+    """The tag that makes it a row of a table of the paper; None if it is not one."""
     return next((tag for tag in CAPACITIES if tag in series.tags), None)
 
 
@@ -114,7 +114,7 @@ def _column(
     ours: Callable[[Series], object] = _nothing,
     align: Literal["left", "right"] = "right",
 ) -> Column[Row]:
-    """A column of rows of both kinds."""
+    """A column of a table with rows of both kinds."""
     return Column(header, lambda row: theirs(row) if isinstance(row, Reported) else ours(row), align)
 
 
@@ -172,21 +172,21 @@ def _on_cifar(of: PaperTable) -> list[Column[Row]]:
 
 
 def _top5(series: Series) -> str | None:
-    """Where there are so many classes that five guesses were counted."""
+    """The accuracy of five guesses, if there are so many classes that they were counted."""
     if any(record.measured.top5 is None for record in series.records):
         return None
     return series.spread(lambda record: 100 * (record.measured.top5 or 0.0), 2)
 
 
 def _best_test_epoch(series: Series) -> str | None:
-    """Beside rows of the last epoch: what the best one on test images would have been."""
+    """Of rows that kept the last epoch: the accuracy of the epoch that is best on test images."""
     if any(record.best_test_epoch is None for record in series.records):
         return None
     return series.spread(lambda record: 100 * (record.best_test_epoch or 0.0), 2)
 
 
 def _words(series: Series) -> str:
-    """The words that run it again; the record's path where they are too many."""
+    """The arguments that run it again; the record's path if they are too long."""
     record = "/".join(series.first.path.split("/")[-3:])
     return f"`{series.words if len(series.words) <= LONGEST_WORDS else record}`"
 
@@ -208,7 +208,7 @@ def _keeping(series: Series, floor: float) -> str:
 
 
 def _start(series: Series) -> str:
-    """What a run began with, a dense network or an earlier row's, as it saw it."""
+    """The accuracy of the network that a run started from, dense or of an earlier row, as the run measured it."""
     known = [r.accuracy.get("start", r.accuracy.get("dense")) for r in series.records]
     values = [value for value in known if value is not None]
     return f"{100 * statistics.fmean(values):.2f}" if values else ""
@@ -216,12 +216,12 @@ def _start(series: Series) -> str:
 
 def _papers_front(of: PaperTable, series: Series) -> str:
     """The paper's accuracy at as many MACs as we execute, and how far above it we are."""
-    there = _front(of, series)
-    return "" if there is None else f"{there:.2f} ({100 * series.accuracy - there:+.2f})".replace("-", "−")
+    theirs = _front(of, series)
+    return "" if theirs is None else f"{theirs:.2f} ({100 * series.accuracy - theirs:+.2f})".replace("-", "−")
 
 
 def _front(of: PaperTable, series: Series) -> float | None:
-    """Straight between the paper's points and flat past the last; none before its first."""
+    """The paper's points, interpolated; constant past the last, None before the first."""
     points = [(p.fewer or 0, p.percent or 0) for p in of.reported if p.source == PAPER]
     fewer = of.dense / series.size
     if not points or fewer < points[0][0]:
@@ -230,16 +230,16 @@ def _front(of: PaperTable, series: Series) -> float | None:
 
 
 def _faster(series: Series, device: str, batch: int) -> str:
-    """Of the first seed that was timed there."""
+    """The dense network's time divided by the compacted one's, of the first seed that was timed on the device."""
     times = [t for record in series.records for t in record.latency if (t.device, t.batch) == (device, batch)]
     return f"{times[0].dense_ms / times[0].ms:.2f}×" if times else ""
 
 
-# In a few lines
+# The README's table
 
 
 def highlights(records: Iterable[Record]) -> Table[PaperTable]:
-    """What the README shows: the paper's row and ours of each table that we have run, in a line."""
+    """The paper's best row and ours of each table that we have run, in one line per table."""
     every = list(records)
 
     def ours(tag: str, protocol: str) -> Callable[[PaperTable], object]:
@@ -247,10 +247,12 @@ def highlights(records: Iterable[Record]) -> Table[PaperTable]:
             table, [s for s in table.series(every) if tag in s.tags and s.protocol == protocol]
         )
 
-    asked = {True: "%, at times fewer MACs", False: "{} left, at %"}
+    def title(table: PaperTable) -> str:
+        return f"{table.title}: " + ("%, at times fewer MACs" if table.floor is None else f"{table.counts} left, at %")
+
     shown = [table for table in TABLES.values() if any(capacity(s) for s in table.series(every))]
     columns: list[Column[PaperTable]] = [
-        Column("", lambda table: f"{table.title}: {asked[table.floor is None].format(table.counts)}"),
+        Column("", title),
         Column("the paper", _papers_best, "right"),
         Column("ours, its data and loss", ours("paper-data", "test-best"), "right"),
         Column("ours, best", ours("best", "test-best"), "right"),
@@ -260,10 +262,10 @@ def highlights(records: Iterable[Record]) -> Table[PaperTable]:
 
 
 def _papers_best(table: PaperTable) -> str:
-    own = [row for row in table.reported if row.source == PAPER]
+    rows = [row for row in table.reported if row.source == PAPER]
     if table.floor is None:
-        return ", ".join(f"{row.accuracy} at {row.fewer:.2f}×" for row in own[-2:])
-    return f"{own[-1].size} at {own[-1].accuracy}"
+        return ", ".join(f"{row.accuracy} at {row.fewer:.2f}×" for row in rows[-2:])
+    return f"{rows[-1].size} at {rows[-1].accuracy}"
 
 
 def _highlight(table: PaperTable, series: list[Series]) -> str | None:
@@ -282,26 +284,33 @@ def _highlight(table: PaperTable, series: list[Series]) -> str | None:
 # Penalties compared with equal search effort
 
 
-def comparison(records: Iterable[Record]) -> Table[tuple[str, str, list[Series]]]:
-    """Ours with the tag `compare`: one network, one budget, one size asked for; a penalty a row, both protocols."""
-    rows: dict[tuple[str, str], list[Series]] = {}
-    every = list(records)
+@dataclass(frozen=True)
+class ComparedPenalty:
+    """A penalty on one network: ours with the tag `compare`, one series for each way of selecting epochs."""
+
+    network: str
+    penalty: str
+    series: tuple[Series, ...]
+
+    def accuracy(self, protocol: str) -> str | None:
+        spreads = (s.spread(lambda r: 100 * r.measured.accuracy, 2) for s in self.series if s.protocol == protocol)
+        return next(spreads, None)
+
+
+def comparison(records: Iterable[Record]) -> Table[ComparedPenalty]:
+    """The penalties with equal search effort: for each network the same epochs and the same target size."""
+    by_penalty: dict[tuple[str, str], list[Series]] = {}
+    compared = [record for record in records if "compare" in record.tags]
     for table in list(TABLES.values())[:4]:
-        for series in table.series(r for r in every if "compare" in r.tags):
-            rows.setdefault((table.title, series.method), []).append(series)
-    found = [(title, method, own) for (title, method), own in rows.items()]
-
-    def by(protocol: str) -> Callable[[tuple[str, str, list[Series]]], object]:
-        return lambda row: next(
-            (s.spread(lambda x: 100 * x.measured.accuracy, 2) for s in row[2] if s.protocol == protocol), None
-        )
-
-    columns: list[Column[tuple[str, str, list[Series]]]] = [
-        Column("network", lambda row: row[0]),
-        Column("penalty", lambda row: row[1]),
-        Column("left", lambda row: f"{row[2][0].size:,.0f}", "right"),
-        Column("accuracy, %: test-best", by("test-best"), "right"),
-        Column("held-out", by("held-out"), "right"),
-        Column("strength", lambda row: getattr(row[2][0].first.settings.regularize, "strength", None), "right"),
+        for series in table.series(compared):
+            by_penalty.setdefault((table.title, series.method), []).append(series)
+    rows = [ComparedPenalty(network, penalty, tuple(series)) for (network, penalty), series in by_penalty.items()]
+    columns: list[Column[ComparedPenalty]] = [
+        Column("network", lambda row: row.network),
+        Column("penalty", lambda row: row.penalty),
+        Column("left", lambda row: f"{row.series[0].size:,.0f}", "right"),
+        Column("accuracy, %: test-best", lambda row: row.accuracy("test-best"), "right"),
+        Column("held-out", lambda row: row.accuracy("held-out"), "right"),
+        Column("strength", lambda row: getattr(row.series[0].first.settings.regularize, "strength", None), "right"),
     ]
-    return Table("Penalties compared with equal search effort", columns, found)
+    return Table("Penalties compared with equal search effort", columns, rows)

@@ -29,13 +29,13 @@ from deephoyer.lab.schema import TITLES, Recipe
 from deephoyer.lab.train.result import COMPACT, read_record
 
 ROUNDING_OF_GPU = 20 / 10_000
-"""The share of test images by which the run's accuracy and ours may differ, as a GPU rounds differently."""
+"""The share of test images by which the accuracy measured by the run and here may differ: a GPU rounds differently."""
 ROUNDING = 2 / 10_000
-"""The share of test images whose prediction may differ on another machine, or with matrices in half precision."""
+"""The share of test images whose class may differ on another machine, or with matrices in half precision."""
 
 
 def is_rounding(difference: int, images: int, share: float = ROUNDING) -> bool:
-    """Whether a number of images that fall otherwise may come from rounding; one image may, however few there are.
+    """Whether rounding may explain a difference of so many correct images; a difference of one it always may.
 
     >>> is_rounding(2, 10_000), is_rounding(3, 10_000), is_rounding(-1, 30)
     (True, False, True)
@@ -44,7 +44,7 @@ def is_rounding(difference: int, images: int, share: float = ROUNDING) -> bool:
 
 
 PLACES = tuple(f"data.{key}=" for key in OF_THIS_MACHINE)
-"""Overrides that are no part of a record."""
+"""Overrides that are not part of a record, as they depend on the machine."""
 
 
 def publish(
@@ -59,11 +59,11 @@ def publish(
 ) -> Record:
     """Writes the record of a finished run into the folder `results`, and its weights into `results/weights`.
 
-    `row` is the title of its row in the tables, `tags` what it is for (`best`, `ablation`, `front`). Without
-    `keep_weights` the record has their digest alone. `place` has settings of the data on this machine, like their path.
+    `row` is the title of its row in the tables, `tags` say what it is for (`best`, `ablation`, `front`). Without
+    `keep_weights` the record has only their digest. `place` has settings of the data on this machine, like their path.
     """
     folder, results = RunFolder(run), Path(results)
-    summary, recipe, words = finished(folder)
+    summary, recipe, command = finished(folder)
     recipe = recipe.here(place)
     model = models.of(recipe.model)
     checkpoint.fill(model, folder / recipe.result_file, str(folder.path))
@@ -72,16 +72,16 @@ def publish(
     measured = measure(model, recipe, compacted)
     _agree(folder, summary, measured, TITLES[recipe.stages()[-1]])
     settings = recipe.anywhere().model_dump(mode="json", exclude_defaults=True)
-    in_float32 = measured.right
+    right_in_float32 = measured.right
     content, measured, matrices = smallest(model, recipe, measured, origin_of(recipe.anywhere()))
     file, sha256 = (
         stored_weights.store(content, results) if keep_weights else (None, hashlib.sha256(content).hexdigest())
     )
     git = summary["environment"].get("git") or {}
     record = Record(
-        base=words.base,
-        overrides=words.overrides,
-        row=row or title(words.base),
+        base=command.base,
+        overrides=command.overrides,
+        row=row or title(command.base),
         tags=tuple(tags),
         protocol=recipe.epoch_selection,
         digest=recipe.digest(),
@@ -97,7 +97,7 @@ def publish(
             bytes=len(content),
             file=file,
             matrices=matrices,
-            right_in_float32=None if in_float32 == measured.right else in_float32,
+            right_in_float32=None if right_in_float32 == measured.right else right_in_float32,
         ),
         seconds=summary["seconds"],
         environment={key: value for key, value in summary["environment"].items() if key != "git"},
@@ -113,7 +113,7 @@ def publish(
 
 
 def origin_of(recipe: Recipe) -> dict[str, Any]:
-    """The provenance of a stored network: its recipe, from which others see how it may be used."""
+    """The provenance that a stored network's file contains: its recipe, and how its epochs were selected."""
     content = recipe.model_dump(mode="json", exclude_defaults=True)
     return {"recipe": {**content, "epoch_selection": recipe.epoch_selection}, "protocol": recipe.epoch_selection}
 
@@ -121,30 +121,30 @@ def origin_of(recipe: Recipe) -> dict[str, Any]:
 def smallest(
     model: nn.Module, recipe: Recipe, measured: Measured, origin: dict[str, Any]
 ) -> tuple[bytes, Measured, Literal["float32", "float16"]]:
-    """The network as it is stored, what that measures, and the type of its matrices.
+    """The network as it is stored, what is measured of that, and the type of its matrices.
 
-    They are halved where nothing is lost by it: all counts stay, and no more images fall otherwise than another
-    machine's rounding may move.
+    They are float16 if nothing is lost by it: all counts stay, and the number of correct images differs by no more than
+    between machines.
     """
-    halved = in_halves(model)
-    if all(bool(p.isfinite().all()) for p in halved.parameters()):
-        stored = measure(copy.deepcopy(halved), recipe, measured.compact is not None)
+    half = in_float16(model)
+    if all(bool(p.isfinite().all()) for p in half.parameters()):
+        stored = measure(copy.deepcopy(half), recipe, measured.compact is not None)
         same = measured.model_copy(update={"right": stored.right, "right5": stored.right5}) == stored
-        apart = max(abs(stored.right - measured.right), abs((stored.right5 or 0) - (measured.right5 or 0)))
-        if same and apart <= ROUNDING * stored.images:
-            return encode(halved, {}, origin), stored, "float16"
+        difference = max(abs(stored.right - measured.right), abs((stored.right5 or 0) - (measured.right5 or 0)))
+        if same and difference <= ROUNDING * stored.images:
+            return encode(half, {}, origin), stored, "float16"
     return encode(model, {}, origin), measured, "float32"
 
 
-def in_halves(model: nn.Module) -> nn.Module:
-    """A copy whose matrices are float16; what is not zero stays so, as float16's smallest number where need be."""
-    halved = copy.deepcopy(model)
-    for parameter in halved.parameters():
+def in_float16(model: nn.Module) -> nn.Module:
+    """A copy whose matrices are float16; no weight becomes zero: tiny ones become float16's smallest number."""
+    half = copy.deepcopy(model)
+    for parameter in half.parameters():
         if parameter.dim() > 1:
-            whole, half = parameter.data, parameter.data.to(torch.float16)
-            least = torch.full_like(half, 2.0**-24).copysign(half)
-            parameter.data = torch.where((whole != 0) & (half == 0), least, half)
-    return halved
+            exact, rounded = parameter.data, parameter.data.to(torch.float16)
+            least = torch.full_like(rounded, 2.0**-24).copysign(rounded)
+            parameter.data = torch.where((exact != 0) & (rounded == 0), least, rounded)
+    return half
 
 
 def finished(folder: RunFolder) -> tuple[dict[str, Any], Recipe, Command]:
@@ -157,26 +157,26 @@ def finished(folder: RunFolder) -> tuple[dict[str, Any], Recipe, Command]:
     summary = read_record(folder)
     if Recipe.model_validate(summary["recipe"]) != recipe:
         raise UserError(f"{folder.path}: recipe.yaml is not the recipe that summary.json was made by.")
-    words = folder.command()
-    if words is None:
+    command = folder.command()
+    if command is None:
         raise UserError(
             f"{folder.path}: does not say which command started it (command.json); "
             "only runs that `deephoyer run` or a search started can be published."
         )
-    words = Command(words.base, tuple(word for word in words.overrides if not word.startswith(PLACES)))
-    _no_files_of_this_machine(folder, [words.base, *words.overrides, recipe.anywhere().model_dump(mode="json")])
+    command = Command(command.base, tuple(word for word in command.overrides if not word.startswith(PLACES)))
+    _no_files_of_this_machine(folder, [command.base, *command.overrides, recipe.anywhere().model_dump(mode="json")])
     _no_test_images_behind(folder, recipe)
-    return summary, recipe, words
+    return summary, recipe, command
 
 
 def _no_test_images_behind(folder: RunFolder, recipe: Recipe) -> None:
-    """A held-out run may only build on networks that were also selected on held-out images."""
+    """A held-out run may only build on networks whose epochs were also selected on held-out images."""
     if recipe.epoch_selection != "held-out":
         return
-    for key, words in recipe.networks():
-        if find.network(words, key).epoch_selection != "held-out":
+    for key, name in recipe.networks():
+        if find.network(name, key).epoch_selection != "held-out":
             raise UserError(
-                f"{folder.path}: builds on {words}, whose epochs were selected on test images or which does not say. "
+                f"{folder.path}: builds on {name}, whose epochs were selected on test images or which does not say. "
                 "A held-out record needs a network of a held-out run there."
             )
 
@@ -191,13 +191,13 @@ def _no_files_of_this_machine(folder: RunFolder, value: Any) -> None:
 
 
 def _agree(folder: RunFolder, summary: dict[str, Any], measured: Measured, last: str) -> None:
-    """The weights must be those that the run measured."""
-    then, now = summary["sparse"]["total"]["nonzeros"], measured.total.nonzeros
-    if then != now:
-        raise UserError(f"{folder.path}: summary.json has {then:,} nonzeros, its network {now:,}.")
-    seen = summary["accuracy"][last]
-    if not is_rounding(round(seen * measured.images) - measured.right, measured.images, ROUNDING_OF_GPU):
-        raise UserError(f"{folder.path}: summary.json has accuracy {seen}, its network {measured.accuracy}.")
+    """Refuses weights that are not those that the run measured after its last stage."""
+    expected, nonzeros = summary["sparse"]["total"]["nonzeros"], measured.total.nonzeros
+    if expected != nonzeros:
+        raise UserError(f"{folder.path}: summary.json has {expected:,} nonzeros, its network {nonzeros:,}.")
+    accuracy = summary["accuracy"][last]
+    if not is_rounding(round(accuracy * measured.images) - measured.right, measured.images, ROUNDING_OF_GPU):
+        raise UserError(f"{folder.path}: summary.json has accuracy {accuracy}, its network {measured.accuracy}.")
 
 
 def _timings(folder: RunFolder, summary: dict[str, Any], recipe: Recipe) -> tuple[records.Timing, ...]:

@@ -1,8 +1,8 @@
 """A record: one published run, as a small JSON file.
 
-`results/NETWORK/EXPERIMENT/NAME-sSEED.json` says what was run, where, and what came out; the network's file, where it
-was kept, lies in `results/weights`. A record stands by itself: its recipe is in it, whole, and no recipe is ever looked
-up by its name. Making records is `publish.py`, measuring them again `verify.py`.
+`results/NETWORK/EXPERIMENT/NAME-sSEED.json` says what was run, where, and what came out; the network's file is in
+`results/weights`, unless it was not kept. A record contains its whole recipe: none is ever looked up by its name.
+Records are made in `publish.py`, and measured again in `verify.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from deephoyer.lab.schema import Recipe
 
 FORMAT = "deephoyer-record-2"
 LONGEST_PATH = 80
-"""Characters of a record's path from the folder that `results` lies in."""
+"""Characters of a record's path, from the folder that contains `results`."""
 
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0)]
@@ -47,7 +47,7 @@ class LayerRecord(_Strict):
 
 
 class NetworkRecord(_Strict):
-    """The network: `nonzeros` of the layers' weights, `nonzero_parameters` with biases and all."""
+    """The whole network: `nonzeros` counts the layers' weights, `nonzero_parameters` biases and all others, too."""
 
     weights: Count
     nonzeros: Count
@@ -58,21 +58,21 @@ class NetworkRecord(_Strict):
 
 
 class CompactRecord(_Strict):
-    """The network that is left when all that is dead is physically taken out."""
+    """The network that is left after compaction."""
 
     macs: Count
     parameters: Count
 
 
 class Measured(_Strict):
-    """What anyone can measure again from the weights: images of the test set that are right, and counts.
+    """What anyone can measure again from the weights: how many test images are classified correctly, and counts.
 
-    Where there is a `compact`, it is the compacted network that was shown the images.
+    With `compact`, it was the compacted network that classified them.
     """
 
     right: Count
     right5: Count | None = None
-    """Those whose class is among the first five guesses, where there are more than ten classes."""
+    """Images whose class is among the first five guesses, if there are more than ten classes."""
     images: int = Field(ge=1)
     layer_widths: str | None = None
     total: NetworkRecord
@@ -98,7 +98,7 @@ class Measured(_Strict):
 
 
 class Timing(_Strict):
-    """Median milliseconds a batch of the dense and the compacted network, measured in turns on one device."""
+    """Median milliseconds per batch of the dense and the compacted network, measured in turns on one device."""
 
     device: str
     name: str
@@ -108,10 +108,10 @@ class Timing(_Strict):
 
 
 class WeightsFile(_Strict):
-    """The network's file: its digest and size, and its name in `results/weights` where it was kept.
+    """The network's file: its digest and size, and its name in `results/weights`; None if it was not kept.
 
-    With `matrices` in float16, what was `measured` is the network as it is stored; `right_in_float32` are the test
-    images that it got right before, as the run had it, where that is another number.
+    With `matrices` in float16, the record's `measured` is of the network as it is stored; `right_in_float32` is the
+    number of test images that the run's own network classifies correctly, if it differs.
     """
 
     sha256: str
@@ -122,16 +122,16 @@ class WeightsFile(_Strict):
 
 
 class Provenance(_Strict):
-    """The source tree that the run was made by: its commit, and whether nothing was changed in it since."""
+    """The source tree of the run: its commit, and whether it had no other changes."""
 
     commit: str | None = None
     clean: bool | None = None
 
 
 class Record(_Strict):
-    """One run. `base` and `overrides` are the words it was started with, `recipe` what they came to, but for defaults.
+    """One run. It was started with `base` and `overrides`; `recipe` is what they amount to, without defaults.
 
-    `accuracy` is what the run itself saw on its device after each stage; `measured` is the final network
+    `accuracy` is what the run itself measured on its device after each stage; `measured` is the final network,
     measured on a CPU in float32 when it was published, and is what tables show.
     """
 
@@ -144,7 +144,7 @@ class Record(_Strict):
     digest: str
     recipe: dict[str, Any]
     images: str | None = None
-    """The fingerprint of a folder of images; None for data that their name tells."""
+    """The fingerprint of a folder of images; None for data that their name identifies."""
     measured: Measured
     accuracy: dict[str, Share]
     selected: dict[str, int] = {}
@@ -157,10 +157,10 @@ class Record(_Strict):
     notes: tuple[str, ...] = ()
     metrics: tuple[dict[str, Any], ...] = ()
     path: str = Field(default="", exclude=True)
-    """Where it was read from; no part of the file."""
+    """The file it was read from; not stored in it."""
 
     @model_validator(mode="after")
-    def _speaks_with_one_voice(self) -> Record:
+    def _is_consistent(self) -> Record:
         if self.settings.digest() != self.digest:
             raise ValueError(f"digest: the recipe's is {self.settings.digest()}, the record says {self.digest}")
         if self.settings.epoch_selection != self.protocol:
@@ -197,11 +197,10 @@ class Record(_Strict):
 
     @property
     def best_test_epoch(self) -> float | None:
-        """The best accuracy on test images of any epoch of the last stage, as the run saw it; None where it kept it."""
+        """The best accuracy on test images of any epoch of the last stage, for runs that kept the last epoch."""
         if self.protocol != "last":
             return None
-        seen = [line["test"] for line in self.metrics if line["stage"] == list(self.selected)[-1]]
-        return max(seen, default=None)
+        return max((line["test"] for line in self.metrics if line["stage"] == list(self.selected)[-1]), default=None)
 
     @property
     def structural(self) -> bool:
@@ -210,19 +209,19 @@ class Record(_Strict):
 
 
 EXPERIMENTS = ("ablation", "front")
-"""Tags that have a folder of their own; other records lie in that of their recipe."""
+"""Tags that have a folder of their own; other records are in that of their recipe."""
 
 
 def place(record: Record, taken: bool = False) -> Path:
-    """Where a record lies in `results`: by network and experiment, under its row's name.
+    """A record's path in `results`: network / experiment / title of its row.
 
-    A piece of the digest tells runs of one row apart: in `ablation` and `front`, and where the name is `taken`.
+    A piece of the digest distinguishes runs of one row: in `ablation` and `front`, and where the name is `taken`.
     """
-    own = next((tag for tag in EXPERIMENTS if tag in record.tags), None)
+    experiment = next((tag for tag in EXPERIMENTS if tag in record.tags), None)
     network = re.sub(r"[^\w.-]+", "-", record.network)  # torchvision:resnet18
-    file = Path(record.base).suffix in (".yaml", ".yml")  # a user's: its folder says nothing to others
-    folder = Path(network) / (own or ("" if file else Path(record.base).parent.name) or "own")
-    end = f"-{record.digest[:8]}-s{record.seed}.json" if own or taken else f"-s{record.seed}.json"
+    users_file = Path(record.base).suffix in (".yaml", ".yml")  # its folder means nothing to others
+    folder = Path(network) / (experiment or ("" if users_file else Path(record.base).parent.name) or "own")
+    end = f"-{record.digest[:8]}-s{record.seed}.json" if experiment or taken else f"-s{record.seed}.json"
     room = LONGEST_PATH - len((RESULTS / folder / end).as_posix())
     words = [*re.findall(r"[a-z0-9.]+", record.row.lower()), record.protocol]
     while len("-".join(words)) > room and len(words) > 2:
@@ -231,7 +230,7 @@ def place(record: Record, taken: bool = False) -> Path:
 
 
 def write(record: Record, path: Path) -> None:
-    """Writes the file: a line for each key, layer and epoch; what is as always is left out."""
+    """Writes the file: one line for each key, layer and epoch; defaults are left out."""
     content = record.model_dump(mode="json", exclude_defaults=True) | {"format": record.format}
     content = {key: content[key] for key in type(record).model_fields if key in content}
     text = ",\n".join(f" {json.dumps(key)}: {_block(value)}" for key, value in content.items())
@@ -255,14 +254,12 @@ def read(path: Path) -> Record:
         raise UserError(f"{path}: can't be read: {why.strerror}.") from None
     except ValidationError as why:
         first = why.errors()[0]
-        where = ".".join(str(step) for step in first["loc"])
-        if where == "format" and str(first.get("input")).startswith("deephoyer-record-"):
+        key = ".".join(str(step) for step in first["loc"])
+        if key == "format" and str(first.get("input")).startswith("deephoyer-record-"):
             raise UserError(
                 f"{path}: is a record of another version of deephoyer ({first['input']}, not {FORMAT})."
             ) from None
-        raise UserError(
-            f"{path}: is damaged: {where[:100] + ': ' if where else ''}{first_line(first['msg'])}."
-        ) from None
+        raise UserError(f"{path}: is damaged: {key[:100] + ': ' if key else ''}{first_line(first['msg'])}.") from None
     return record.model_copy(update={"path": path.as_posix()})
 
 
@@ -272,12 +269,12 @@ def find(path: Path) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise UserError(f"{path}: there is no such record, nor a folder of records.")
-    apart = {WEIGHTS, "bench", "methods"}  # comparisons keep theirs in the last
-    return sorted(found for found in path.rglob("*.json") if not apart & set(found.relative_to(path).parts[:-1]))
+    without_records = {WEIGHTS, "bench", "methods"}
+    return sorted(file for file in path.rglob("*.json") if not without_records & set(file.relative_to(path).parts[:-1]))
 
 
 def results_of(path: Path) -> Path:
-    """The folder whose `weights` a record's file lies in: the nearest one above it that has such a folder."""
+    """The folder of results that a record belongs to: the nearest one above it that has a folder `weights`."""
     for folder in path.parents:
         if (folder / WEIGHTS).is_dir():
             return folder
@@ -285,32 +282,32 @@ def results_of(path: Path) -> Path:
 
 
 def read_all(path: Path) -> list[Record]:
-    """All records under a folder; none where there is no such folder. The same run twice is refused."""
-    seen: dict[tuple[str, int], Record] = {}
+    """All records in a folder; none if there is no such folder. The same run twice is refused."""
+    records: dict[tuple[str, int], Record] = {}
     for file in find(path) if path.is_dir() else ():
         record = read(file)
-        twin = seen.setdefault((record.digest, record.seed), record)
+        twin = records.setdefault((record.digest, record.seed), record)
         if twin is not record:
             raise UserError(f"{record.path}: the same run as {twin.path}: {record.command}. Delete one of them.")
-    return list(seen.values())
+    return list(records.values())
 
 
 LINES = 12
-"""A record keeps about so many lines of metrics."""
+"""The approximate number of lines of metrics in a record."""
 
 
-def thin(lines: Sequence[dict[str, Any]], selected: dict[str, int]) -> list[dict[str, Any]]:
-    """Few lines: of each stage the first, the last, the selected and the best on test images, others evenly between."""
-    stages = list(dict.fromkeys(line["stage"] for line in lines))
+def thin(metrics: Sequence[dict[str, Any]], selected: dict[str, int]) -> list[dict[str, Any]]:
+    """A few epochs of each stage: the first, last, selected and best on test images, and others evenly between."""
+    stages = list(dict.fromkeys(line["stage"] for line in metrics))
     kept = []
     for stage in stages:
-        own = [line for line in lines if line["stage"] == stage]
-        steps = max(1, min(LINES // len(stages) - 1, len(own)) - 1)  # one is left for the selected epoch
-        chosen = {round(i * (len(own) - 1) / steps) for i in range(steps + 1)}
-        chosen |= {i for i, line in enumerate(own) if line["epoch"] == selected.get(stage)}
-        if stage in selected and "test" in own[0]:
-            chosen.add(max(range(len(own)), key=lambda i: own[i]["test"]))
-        kept += [_short(own[i]) for i in sorted(chosen)]
+        lines = [line for line in metrics if line["stage"] == stage]
+        steps = max(1, min(LINES // len(stages) - 1, len(lines)) - 1)  # one is left for the selected epoch
+        chosen = {round(i * (len(lines) - 1) / steps) for i in range(steps + 1)}
+        chosen |= {i for i, line in enumerate(lines) if line["epoch"] == selected.get(stage)}
+        if stage in selected and "test" in lines[0]:
+            chosen.add(max(range(len(lines)), key=lambda i: lines[i]["test"]))
+        kept += [_short(lines[i]) for i in sorted(chosen)]
     return kept
 
 

@@ -58,11 +58,11 @@ def page(records: Sequence[Record], figures: Path) -> str:
 
 def section(table: PaperTable, records: Sequence[Record]) -> str:
     """A table with its title and an explanation."""
-    made = table.table(records)
-    own = [row for row in made.rows if isinstance(row, Series)]
+    rendered = table.table(records)
+    ours = [row for row in rendered.rows if isinstance(row, Series)]
     if table.floor is None:
         about = f"The dense network has {table.dense:,} MACs. " + (CIFAR if table.name == "resnet-56" else "As above.")
     else:
         about = MNIST[table.counts]
-    about = NOT_RUN if not own else about + ("" if any("paper-settings" in s.tags for s in own) else NO_SETTINGS)
-    return f"## {table.title}\n\n{about}\n\n{made.markdown()}\n"
+    about = NOT_RUN if not ours else about + ("" if any("paper-settings" in s.tags for s in ours) else NO_SETTINGS)
+    return f"## {table.title}\n\n{about}\n\n{rendered.markdown()}\n"

@@ -1,6 +1,6 @@
-"""The content of a run's folder for its HTML page: headline, epochs, layers, magnitudes, what was kept and why.
+"""What a run's folder says, for its HTML page: headline, epochs, layers, magnitudes, what was kept and why.
 
-A part that is missing or damaged is named in `missing`, and the rest is shown all the same. Nothing is measured here:
+Files that are missing or damaged are named in `missing`, and the rest is shown nevertheless. Nothing is measured here:
 times are those that the run recorded.
 """
 
@@ -46,22 +46,22 @@ class RunFacts:
 
     def headline(self) -> list[Change]:
         """Accuracy, size, arithmetic and time, before and after."""
-        made = []
+        changes = []
         accuracy = self.summary.get("accuracy") or {}
         if accuracy:
             first, last = next(iter(accuracy.values())), list(accuracy.values())[-1]
-            made.append(Change("test accuracy", f"{first:.2%}", f"{last:.2%}", points(last - first)))
+            changes.append(Change("test accuracy", f"{first:.2%}", f"{last:.2%}", points(last - first)))
         sparse, compact = self.summary.get("sparse"), self.summary.get("compact")
         if sparse:
-            made.append(_counted("nonzero weights", sparse["total"]["weights"], sparse["total"]["nonzeros"]))
+            changes.append(_counted("nonzero weights", sparse["total"]["weights"], sparse["total"]["nonzeros"]))
         if compact and compact.get("baseline"):
             before, after = compact["baseline"]["total"], compact["total"]
-            made.append(_counted("parameters", before["parameters"], after["parameters"]))
+            changes.append(_counted("parameters", before["parameters"], after["parameters"]))
             if before.get("macs_executed") is not None:
-                made.append(_counted("MACs executed", before["macs_executed"], after["macs_executed"]))
+                changes.append(_counted("MACs executed", before["macs_executed"], after["macs_executed"]))
             for then, now in zip(compact["baseline"]["latency"], compact["latency"], strict=False):
-                made.append(_timed(then, now, compact["device"]))
-        return made
+                changes.append(_timed(then, now, compact["device"]))
+        return changes
 
     def layers(self) -> list[dict[str, Any]]:
         """One row per layer: widths, weights, MACs, milliseconds, before and after."""
@@ -69,10 +69,10 @@ class RunFacts:
         left = {row["name"]: row for row in compact.get("rows", ())}
         dense = {row["name"]: row for row in (compact.get("baseline") or {}).get("rows", ())}
         times = self.summary.get("layer_ms") or {}
-        made = []
+        layers = []
         for row in (self.summary.get("sparse") or {}).get("rows", ()):
             now, then = left.get(row["name"]), dense.get(row["name"], row)
-            made.append(
+            layers.append(
                 {
                     **{key: row[key] for key in COUNTED},
                     "name": row["name"] or "(model)",
@@ -84,7 +84,7 @@ class RunFacts:
                     "ms_left": (times.get("compact") or {}).get(row["name"]),
                 }
             )
-        return made
+        return layers
 
     def sets(self) -> list[dict[str, Any]]:
         """The sets of coupled channels, how many of each were removed, and why the rest were kept."""
@@ -96,14 +96,14 @@ class RunFacts:
 
     def stages(self) -> list[tuple[str, int, int]]:
         """Each stage with the first and the last of its epochs, numbered over the whole run."""
-        made: list[tuple[str, int, int]] = []
-        for place, line in enumerate(self.metrics, 1):
+        stages: list[tuple[str, int, int]] = []
+        for epoch, line in enumerate(self.metrics, 1):
             title = line["stage"] + (f" {line['round']}" if "round" in line else "")
-            if made and made[-1][0] == title:
-                made[-1] = title, made[-1][1], place
+            if stages and stages[-1][0] == title:
+                stages[-1] = title, stages[-1][1], epoch
             else:
-                made.append((title, place, place))
-        return made
+                stages.append((title, epoch, epoch))
+        return stages
 
 
 def read(folder: str | Path) -> RunFacts:

@@ -38,19 +38,17 @@ def write(run: str | Path, target: Path | None = None) -> tuple[Path, RunFacts]:
 def write_comparison(runs: Sequence[str | Path], target: Path) -> Path:
     """Writes one page that compares several runs."""
     facts = [run_facts.read(run) for run in runs]
-    titles = list(dict.fromkeys(change.title for one in facts for change in one.headline()))
-    rows = []
-    for one in facts:
-        changes = {change.title: change for change in one.headline()}
-        rows.append((one, [changes.get(title) for title in titles]))
-    drawn = {"compared": plots.compared(facts)} if any(one.metrics for one in facts) else {}
+    headlines = [{change.title: change for change in run.headline()} for run in facts]
+    titles = list(dict.fromkeys(title for headline in headlines for title in headline))
+    rows = [(run, [headline.get(title) for title in titles]) for run, headline in zip(facts, headlines, strict=True)]
+    drawn = {"compared": plots.compared(facts)} if any(run.metrics for run in facts) else {}
     page = _render("compare.html", drawn, title=f"{len(facts)} runs compared", titles=titles, rows=rows)
     write_atomically(target, page.encode())
     return target
 
 
 def write_results(records: Sequence[Record], results: Path, target: Path) -> Path:
-    """Writes the page of all published runs: every seed a point, with filters by network, protocol and experiment."""
+    """Writes the page of all published runs: one point per seed, with filters by network, protocol and experiment."""
     if not records:
         raise UserError(f"{results}: there are no records to show.")
     rows = [_point(record, results) for record in sorted(records, key=lambda record: record.path)]
@@ -73,12 +71,12 @@ def write_results(records: Sequence[Record], results: Path, target: Path) -> Pat
 
 
 def _point(record: Record, results: Path) -> dict[str, Any]:
-    where = Path(record.path).relative_to(results)
+    path = Path(record.path).relative_to(results)
     measured = record.measured
     return {
         "network": record.network,
-        "experiment": where.parts[1] if len(where.parts) > 2 else "other",
-        "method": record.row or where.stem,
+        "experiment": path.parts[1] if len(path.parts) > 2 else "other",
+        "method": record.row or path.stem,
         "command": record.command,
         "protocol": record.protocol,
         "seed": record.seed,
@@ -124,7 +122,7 @@ def run_page(facts: RunFacts) -> str:
         layer_batch=(summary.get("layer_ms") or {}).get("batch", 1),
         network_file=list(summary.get("files") or ["finetuned.safetensors"])[-1],
         model_words=_model_words(summary),
-        place=_place(facts.environment),
+        machine=_machine(facts.environment),
         environment=json.dumps(facts.environment, indent=1),
     )
 
@@ -151,7 +149,7 @@ def _model_words(summary: Mapping[str, Any]) -> str:
     return ", ".join([json.dumps(model.get("name")), *(f"{key}={value!r}" for key, value in settings.items())])
 
 
-def _place(environment: Mapping[str, Any]) -> str:
+def _machine(environment: Mapping[str, Any]) -> str:
     shown = {"device_name": "", "torch": "torch ", "python": "Python "}
     return ", ".join(word + str(environment[key]) for key, word in shown.items() if key in environment)
 
@@ -167,10 +165,9 @@ def _render(template: str, drawn: Mapping[str, Any], **values: Any) -> str:
     )
     drawing, parts = components(dict(drawn)) if drawn else ("", {})
     script = Resources(mode="inline", components=["bokeh"], minified=True).render_js() if drawn else ""
-    named = {
-        name: parts.get(name, "") for name in ("epochs", "pressure", "structure", "magnitudes", "compared", "points")
-    }
+    names = ("epochs", "pressure", "structure", "magnitudes", "compared", "points")
+    drawings = {name: parts.get(name, "") for name in names}
     try:
-        return environment.get_template(template).render(plots=named, drawing=drawing, script=script, **values)
+        return environment.get_template(template).render(plots=drawings, drawing=drawing, script=script, **values)
     except (TypeError, ValueError, KeyError) as why:
         raise UserError(f"the page can't be generated from this folder: {why}.") from None

@@ -1,4 +1,4 @@
-"""Runs that differ by their seed alone, taken together: mean, spread, best, and the front they stand on."""
+"""Runs that differ only in their seed, taken together: mean, spread, best, and whether they are Pareto-optimal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from deephoyer.lab.report.record import Record
 from deephoyer.lab.schema import Recipe, is_file
 
 Size = Callable[[Record], int]
-"""What a table counts of a record: nonzeros, or MACs by one of the ways."""
+"""What a table counts: nonzeros, or MACs in one of the two ways."""
 
 
 PICKED_ON_TEST = {
@@ -48,7 +48,7 @@ class Series:
 
     @property
     def picked_on_test(self) -> bool:
-        """Whether test images had a say in its settings, though they have none in its epochs."""
+        """Whether its settings were chosen on test images, although its epochs were not."""
         return self.protocol == "held-out" and (self.first.network, self.method) in PICKED_ON_TEST
 
     @property
@@ -57,9 +57,9 @@ class Series:
 
     @property
     def words(self) -> str:
-        """What stands after `deephoyer run`, but for the seed."""
-        said = tuple(change for change in self.first.overrides if not change.startswith("seed="))
-        return str(Command(self.first.base, said)).removeprefix("deephoyer run ")
+        """What follows `deephoyer run` in its command, without the seed."""
+        overrides = tuple(override for override in self.first.overrides if not override.startswith("seed="))
+        return str(Command(self.first.base, overrides)).removeprefix("deephoyer run ")
 
     @cached_property
     def size(self) -> float:
@@ -83,7 +83,7 @@ class Series:
         return [record for record in self.records if record.measured.accuracy >= floor]
 
     def best(self, floor: float) -> Record:
-        """The smallest of those; where there is none, the most accurate."""
+        """The smallest seed that keeps this accuracy; if there is none, the most accurate one."""
         reaching = self.reaching(floor)
         if reaching:
             return min(reaching, key=lambda r: (self.size_of(r), -r.measured.right, r.seed))
@@ -91,26 +91,27 @@ class Series:
 
 
 def gather(records: Iterable[Record], size_of: Size) -> list[Series]:
-    """All series: those of the last epoch, then test-best, as in the paper, then held-out; the smallest last."""
-    groups: dict[str, list[Record]] = {}
+    """All series: first those that kept the last epoch, then test-best, then held-out; the smallest of each last."""
+    by_digest: dict[str, list[Record]] = {}
     for record in records:
-        groups.setdefault(record.digest, []).append(record)
-    families: dict[str, list[Record]] = {}
-    for digest, group in groups.items():
-        families.setdefault(_family(group) or digest, []).extend(group)
-    found = [Series(tuple(sorted(group, key=lambda r: r.seed)), size_of) for group in families.values()]
+        by_digest.setdefault(record.digest, []).append(record)
+    groups: dict[str, list[Record]] = {}
+    for digest, group in by_digest.items():
+        groups.setdefault(_identity_of_chain(group) or digest, []).extend(group)
+    every = [Series(tuple(sorted(group, key=lambda r: r.seed)), size_of) for group in groups.values()]
     order = ("last", "test-best", "held-out")
-    return sorted(found, key=lambda s: (order.index(s.protocol), -s.size, s.words))
+    return sorted(every, key=lambda s: (order.index(s.protocol), -s.size, s.words))
 
 
-def _family(group: Sequence[Record]) -> str | None:
-    """What seeds have in common that each began with a network of their own seed; None where they did not."""
-    made = [_chain(record.settings, record.seed) for record in group]
-    return None if not made or None in made else json.dumps(made[0], sort_keys=True)
+def _identity_of_chain(group: Sequence[Record]) -> str | None:
+    """What runs have in common of which each started from a network of its own seed: their recipes differ in that
+    name. None where they did not."""
+    chains = [_chain(record.settings, record.seed) for record in group]
+    return None if not chains or None in chains else json.dumps(chains[0], sort_keys=True)
 
 
 def _chain(recipe: Recipe, seed: int) -> dict[str, Any] | None:
-    """The settings of a run with those of the runs that it starts from; None unless all have this seed."""
+    """The settings of a run and of the runs that it starts from; None unless all have this seed."""
     if recipe.start is None or is_file(recipe.start):
         return recipe.settings() if recipe.start is None else None
     try:
@@ -122,7 +123,7 @@ def _chain(recipe: Recipe, seed: int) -> dict[str, Any] | None:
 
 
 def on_front(series: Series, others: Sequence[Series]) -> bool:
-    """Whether no other one of the same protocol is as small and as accurate, and better in one of both."""
+    """Whether it is Pareto-optimal: no other of its protocol is as small and as accurate, and better in one of both."""
     rivals = [other for other in others if other.protocol == series.protocol]
     return not any(
         r.size <= series.size

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 
 from deephoyer.errors import UserError
+
+LEVEL, BEST = 0.05, "**best**"
 
 
 def sign_flips(differences: Sequence[float]) -> float:
@@ -37,3 +40,31 @@ def holm(p_values: Mapping[str, float]) -> dict[str, float]:
         least = max(least, min(1.0, (len(p_values) - rank) * p_values[name]))
         adjusted[name] = least
     return adjusted
+
+
+def verdicts(accuracies: Mapping[str, Mapping[int, float]]) -> dict[str, str]:
+    """Which method is best, and from which it does not differ significantly: an exact paired test over the seeds,
+    corrected for the number of tests. `accuracies` has the accuracy of every seed for each method.
+
+    A method that lacks seeds which others have is not judged, for its mean is over other seeds; nor is any method
+    called the best while there is such a one.
+
+    >>> verdicts({"a": {3: 0.98, 4: 0.97}, "b": {3: 0.95, 4: 0.95}, "c": {3: 0.99}})
+    {'c': 'seeds are missing', 'b': 'not significant (p = 0.5)', 'a': 'highest mean'}
+    """
+    run = {method: seeds for method, seeds in accuracies.items() if seeds}
+    most = max(map(len, run.values()), default=0)
+    judged = {method: "seeds are missing" for method, seeds in run.items() if len(seeds) < most}
+    means = {method: statistics.fmean(seeds.values()) for method, seeds in run.items() if method not in judged}
+    if len(means) < 2:
+        return judged
+    best = max(means, key=lambda method: means[method])
+    p_values = {}
+    for method in means:
+        common = sorted(set(run[method]) & set(run[best]))
+        if method != best and common:
+            p_values[method] = sign_flips([run[best][seed] - run[method][seed] for seed in common])
+    adjusted = holm(p_values)
+    clear = not judged and all(p < LEVEL for p in adjusted.values())
+    judged |= {m: f"p = {p:.3g}" if p < LEVEL else f"not significant (p = {p:.2g})" for m, p in adjusted.items()}
+    return judged | {best: BEST if clear else "highest mean"}

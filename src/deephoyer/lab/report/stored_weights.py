@@ -1,7 +1,6 @@
-"""Weights of published runs: each file once, named by its content, and found again by the recipe that made it.
+"""Weights of published runs: files in `results/weights`, each named by its content, found by the recipe of their run.
 
-`results/weights/` holds the files; a record beside it says which one is its own. What a record says of
-its run is in `record.py`; nothing is measured here.
+Records (`record.py`) name their file. Nothing is measured here.
 """
 
 from __future__ import annotations
@@ -16,25 +15,25 @@ from deephoyer.files import folder_at, write_atomically
 
 RESULTS, WEIGHTS = Path("results"), "weights"
 NAMED_BY = 16
-"""So many digits of a file's sha256 are its name."""
+"""The number of digits of its sha256 that a file is named by."""
 
 
 def store(content: bytes, results: Path) -> tuple[str, str]:
-    """Keeps a file's content in `results/weights`; its name there, and its sha256."""
+    """Writes a file into `results/weights`; returns its name there, and its sha256."""
     digest = hashlib.sha256(content).hexdigest()
-    place = folder_at(results / WEIGHTS) / f"{digest[:NAMED_BY]}.safetensors"
-    if not place.exists():
-        write_atomically(place, content)
-    return place.name, digest
+    path = folder_at(results / WEIGHTS) / f"{digest[:NAMED_BY]}.safetensors"
+    if not path.exists():
+        write_atomically(path, content)
+    return path.name, digest
 
 
 def find_stored_weights(
     digest: str, seed: int, results: Path = RESULTS, same_images: Callable[[str | None], bool] = lambda images: True
 ) -> Path | None:
-    """The stored network of the published run with this recipe (`Recipe.digest()`) and seed; None where there is none.
+    """The stored network of the published run with this recipe (`Recipe.digest()`) and seed; None if there is none.
 
-    `same_images` tells from a record's fingerprint whether it is of the images that are meant.
-    Only the few words that are asked about are read of each record, so that a damaged one stands in nobody's way.
+    `same_images` decides by a record's fingerprint whether it is of the right images. Only a few keys of a record are
+    read, so that a damaged one does not matter.
     """
     for path in sorted(results.rglob("*.json")) if results.is_dir() else ():
         try:
@@ -55,7 +54,7 @@ def find_stored_weights(
 
 
 def read_weights(results: Path, name: str, digest: str) -> Path:
-    """A stored file whose content is what its record says; anything else is a `UserError`."""
+    """The path of a stored file; a `UserError` unless it has the sha256 that its record says."""
     path = results / WEIGHTS / Path(name).name
     try:
         content = path.read_bytes()

@@ -1,9 +1,8 @@
-"""Verification: a record is looked through, its network loaded, measured again and compared, number by number.
+"""Verification: a record is checked for contradictions, its network is loaded, measured again and compared.
 
-Counts must be the same. Of the test images, up to two in 10,000 (one in smaller test sets) may come out otherwise: the
-order of float32 additions differs between machines, and an image whose two best classes are that close may fall to
-either side.
-Nothing is unpickled, and nothing but the record's own recipe is asked.
+Counts must be equal. Two of 10,000 test images (one in smaller test sets) may be classified differently: the order of
+float32 additions differs between machines, which decides where the scores of two classes are nearly equal.
+Nothing is unpickled, and everything that is needed is in the record.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from deephoyer.lab.schema import TITLES
 
 @dataclass
 class Outcome:
-    """What was seen of one record; verified when nothing differs and there were weights to measure."""
+    """What the verification of one record found: `ok` if nothing differs and there were weights to measure."""
 
     path: Path
     measured: Measured | None = None
@@ -39,15 +38,16 @@ class Outcome:
 
     def __str__(self) -> str:
         m = self.measured
-        seen = "" if m is None else f": {m.accuracy:.2%}, {m.total.nonzeros:,} nonzeros, {m.total.macs_paper:,} MACs"
-        if m is not None and m.compact is not None:
-            seen += f", {m.compact.macs:,} executed"
-        widths = f", {m.layer_widths}" if m is not None and m.layer_widths else ""
-        return f"{self.verdict:6} {self.path}{seen}{widths}"
+        text = f"{self.verdict:6} {self.path}"
+        if m is not None:
+            text += f": {m.accuracy:.2%}, {m.total.nonzeros:,} nonzeros, {m.total.macs_paper:,} MACs"
+            text += f", {m.compact.macs:,} executed" if m.compact is not None else ""
+            text += f", {m.layer_widths}" if m.layer_widths else ""
+        return text
 
 
 def verify(paths: Iterable[str | Path], place: Mapping[str, Any] = {}) -> Iterator[Outcome]:
-    """An outcome for each record, as they come; a path is a record or a folder of many.
+    """One outcome for each record, as soon as it is known; a path is a record or a folder of records.
 
     `place` has settings of the data on this machine, like their path.
     """
@@ -58,7 +58,7 @@ def verify(paths: Iterable[str | Path], place: Mapping[str, Any] = {}) -> Iterat
 
 
 def check(path: Path, place: Mapping[str, Any] = {}) -> Outcome:
-    """One record; what can't be read at all is a difference, too, so that the others are still looked at."""
+    """Verifies one record; one that can't be read counts as a difference, so that the others are still verified."""
     outcome = Outcome(path)
     try:
         record = records.read(path)
@@ -77,15 +77,15 @@ def check(path: Path, place: Mapping[str, Any] = {}) -> Outcome:
 
 
 def contradictions(record: Record) -> list[str]:
-    """Checks without the weights: a record's numbers must be consistent."""
+    """What is inconsistent in a record, without its weights: one line each."""
     lines, measured, total = [], record.measured, record.measured.total
     titles = [TITLES[stage] for stage in record.settings.stages() if stage != "start"]
     lines += [f"accuracy.{title}: the record says nothing" for title in titles if title not in record.accuracy]
-    seen = record.accuracy.get(titles[-1])
-    if seen is not None and not is_rounding(
-        round(seen * measured.images) - measured.right, measured.images, ROUNDING_OF_GPU
+    last = record.accuracy.get(titles[-1])
+    if last is not None and not is_rounding(
+        round(last * measured.images) - measured.right, measured.images, ROUNDING_OF_GPU
     ):
-        lines.append(_line(f"accuracy.{titles[-1]}", seen, measured.accuracy))
+        lines.append(_line(f"accuracy.{titles[-1]}", last, measured.accuracy))
     for key in ("nonzeros", "macs_paper"):
         layers = sum(getattr(layer, key) for layer in measured.layers)
         if layers != getattr(total, key):
@@ -95,28 +95,29 @@ def contradictions(record: Record) -> list[str]:
     return lines
 
 
-def compare(said: Measured, seen: Measured) -> list[str]:
+def compare(recorded: Measured, measured: Measured) -> list[str]:
     """One line for every number that differs."""
-    lines = []
-    if said.images != seen.images or not is_rounding(said.right - seen.right, seen.images):
-        lines.append(_line("test images right", f"{said.right} of {said.images}", f"{seen.right} of {seen.images}"))
-    if said.right5 is not None and not is_rounding(said.right5 - (seen.right5 or 0), seen.images):
-        lines.append(_line("test images right in five guesses", said.right5, seen.right5))
-    if said.layer_widths != seen.layer_widths:
-        lines.append(_line("layer_widths", said.layer_widths, seen.layer_widths))
-    lines += _fields("total", said.total, seen.total)
-    if said.compact is not None:
-        lines += _fields("compact", said.compact, seen.compact)
-    ours, theirs = ({layer.name: layer for layer in m.layers} for m in (said, seen))
-    if list(ours) != list(theirs):
-        return [*lines, _line("layers", " ".join(ours), " ".join(theirs))]
-    return lines + [line for name in ours for line in _fields(name, ours[name], theirs[name])]
+    lines, images = [], measured.images
+    if recorded.images != images or not is_rounding(recorded.right - measured.right, images):
+        right = [f"{m.right} of {m.images}" for m in (recorded, measured)]
+        lines.append(_line("test images right", *right))
+    if recorded.right5 is not None and not is_rounding(recorded.right5 - (measured.right5 or 0), images):
+        lines.append(_line("test images right in five guesses", recorded.right5, measured.right5))
+    if recorded.layer_widths != measured.layer_widths:
+        lines.append(_line("layer_widths", recorded.layer_widths, measured.layer_widths))
+    lines += _fields("total", recorded.total, measured.total)
+    if recorded.compact is not None:
+        lines += _fields("compact", recorded.compact, measured.compact)
+    before, now = ({layer.name: layer for layer in m.layers} for m in (recorded, measured))
+    if list(before) != list(now):
+        return [*lines, _line("layers", " ".join(before), " ".join(now))]
+    return lines + [line for name in before for line in _fields(name, before[name], now[name])]
 
 
-def _fields(where: str, said: Any, seen: Any) -> list[str]:
-    ours, theirs = dict(said), dict(seen)
-    return [_line(f"{where}.{key}", ours[key], theirs[key]) for key in ours if ours[key] != theirs[key]]
+def _fields(part: str, recorded: Any, measured: Any) -> list[str]:
+    before, now = dict(recorded), dict(measured)
+    return [_line(f"{part}.{key}", before[key], now[key]) for key in before if before[key] != now[key]]
 
 
-def _line(what: str, said: object, seen: object) -> str:
-    return f"{what}: the record says {said}, measured {seen}"
+def _line(what: str, recorded: object, measured: object) -> str:
+    return f"{what}: the record says {recorded}, measured {measured}"

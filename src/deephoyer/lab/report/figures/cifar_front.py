@@ -1,6 +1,6 @@
-"""Accuracy against how many times fewer MACs, ResNet-56 and -110 on CIFAR-10: what others reported, and ours twice.
+"""Accuracy against the reduction of MACs, ResNet-56 and -110 on CIFAR-10: what others reported, and ours.
 
-Ours stand once by the paper's counting and once by what is physically executed after compaction.
+Ours are drawn twice: by the paper's counting, and by the MACs that are executed after compaction.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from deephoyer.lab.report.record import Record
 
 Spot = tuple[float, float]
 LEAST, MOST = 91.4, 94.8
-"""Percent: what lies lower is no competition, and would flatten all the rest."""
+"""The range of accuracies in percent: anything lower would flatten all the rest."""
 BESIDE = {
     ("Pruning-A", 1.12): (-8, 7),
     ("SFP", 1.70): (-22, -9),
@@ -36,14 +36,14 @@ BESIDE = {
     ("CHIP", 1.80): (-22, 5),
     ("CHIP", 2.09): (-8, 6),
 }
-"""Where a name would run into another: how far it is moved, in points."""
+"""Names that would run into others: how far they are moved, in points."""
 
 
 @styled
 def cifar_front(records: Iterable[Record]) -> Figure:
-    """A panel a network. Points of ours are means over seeds, each of which is a dot where there are several.
+    """One panel per network. Our points are means over seeds; where there are several, each seed is a dot.
 
-    Lines join what nothing is better than in both.
+    Lines join the Pareto-optimal points.
     """
     records = list(records)
     figure = Figure(figsize=(11.6, 5.4))
@@ -81,16 +81,16 @@ def _others(axes: Axes, table: PaperTable) -> None:
 
 def _ours(axes: Axes, table: PaperTable, records: Sequence[Record]) -> None:
     for protocol, fill in (("last", "full"), ("test-best", "left"), ("held-out", "none")):
-        own = [s for s in table.series(records) if s.protocol == protocol and "ablation" not in s.tags]
+        ours = [s for s in table.series(records) if s.protocol == protocol and "ablation" not in s.tags]
         for title, colour, marker, count in (
             ("the paper's counting", BLUE, "^", lambda record: record.measured.total.macs_paper),
             ("physically executed", RED, "o", lambda record: record.measured.macs_executed),
         ):
-            spots = [(table.dense / s.mean(count), 100 * s.accuracy) for s in own]
+            spots = [(table.dense / s.mean(count), 100 * s.accuracy) for s in ours]
             spots = [spot for spot in spots if LEAST <= spot[1] <= MOST]
             seeds = [
                 (table.dense / count(r), 100 * r.measured.accuracy)
-                for s in own
+                for s in ours
                 if len(s.records) > 1
                 for r in s.records
             ]
@@ -102,7 +102,7 @@ def _ours(axes: Axes, table: PaperTable, records: Sequence[Record]) -> None:
 
 
 def pareto(spots: Iterable[Spot]) -> list[Spot]:
-    """Those that no other one beats, to the right and up; from left to right.
+    """The points that no other beats in both coordinates, from left to right.
 
     >>> pareto([(1.0, 94.0), (2.0, 93.0), (2.0, 92.0), (1.5, 92.5)])
     [(1.0, 94.0), (2.0, 93.0)]

@@ -24,7 +24,7 @@ STAGES = {"dense": "dense", "regularized": "regularized", "finetuned": "pruned a
 
 @styled
 def histograms(run: str | Path) -> Figure:
-    """Zeros are left out; the corner says how many weights are not. Counts are logarithmic, for most are tiny."""
+    """Nonzero weights only, with their number in the corner. Counts are logarithmic, as most weights are tiny."""
     folder = RunFolder(run)
     files = [f"{TITLES[stage]}.safetensors" for stage in _recipe(folder).stages()]
     stages = {title: _weights(folder, f) for s, title in STAGES.items() if (f := f"{s}.safetensors") in files}
@@ -71,5 +71,5 @@ def _panel(axes: Axes, weights: Tensor) -> None:
     # Room above the bars for the count.
     bottom, top = 0.6, max(axes.get_ylim()[1], 10)
     axes.set_ylim(bottom, top * (top / bottom) ** 0.25)
-    said = f"{len(nonzero):,} of {weights.numel():,}"
-    axes.text(0.98, 0.97, said, transform=axes.transAxes, ha="right", va="top", fontsize=8.5)
+    count = f"{len(nonzero):,} of {weights.numel():,}"
+    axes.text(0.98, 0.97, count, transform=axes.transAxes, ha="right", va="top", fontsize=8.5)

@@ -1,5 +1,4 @@
-"""Methods side by side: the test accuracy of every seed, a panel for each size; and what it costs to miss a penalty's
-best strength."""
+"""Methods compared: the test accuracy of every seed, one panel per size; and what a penalty's wrong strength costs."""
 
 from __future__ import annotations
 
@@ -14,8 +13,8 @@ from deephoyer.lab.report.figures.style import BLUE, CYCLE, GREY, INK, MARKERS, 
 
 @styled
 def every_seed(title: str, sizes: Mapping[float, Mapping[str, Sequence[float]]]) -> Figure:
-    """`sizes` has for each share asked for the accuracies of each method, in percent; the bar is the mean. What has no
-    results is left out."""
+    """`sizes` has for each size the accuracies of each method, in percent; the bar is the mean. Sizes and methods
+    without results are left out."""
     sizes = {size: rows for size, rows in sizes.items() if any(rows.values())}
     names = [name for name in next(iter(sizes.values())) if any(rows.get(name) for rows in sizes.values())]
     figure = Figure(figsize=(3.2 * len(sizes) + 1.4, 0.32 * len(names) + 1.4))
@@ -26,7 +25,7 @@ def every_seed(title: str, sizes: Mapping[float, Mapping[str, Sequence[float]]])
             axes.scatter(errors, [place] * len(errors), s=12, color=BLUE, alpha=0.6)
             if errors:
                 axes.plot([sum(errors) / len(errors)] * 2, [place - 0.3, place + 0.3], color=INK, linewidth=1.5)
-        # Logarithmic, or random pruning would press all others into one place; the best to the right.
+        # Logarithmic, or random pruning would squeeze all others together; the best is to the right.
         axes.set(xscale="log", xlabel="test error, %", title=f"{100 * size:g} %", yticks=range(len(names)))
         axes.invert_xaxis()
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
@@ -38,8 +37,8 @@ def every_seed(title: str, sizes: Mapping[float, Mapping[str, Sequence[float]]])
 
 
 @styled
-def off_by_a_factor(title: str, penalties: Mapping[str, Mapping[float, Sequence[float]]]) -> Figure:
-    """`penalties` has for each factor of its best strength the points of accuracy that a penalty's seeds lose there."""
+def losses_near_best(title: str, penalties: Mapping[str, Mapping[float, Sequence[float]]]) -> Figure:
+    """`penalties` has, for each factor of a penalty's best strength, the points of accuracy that its seeds lose."""
     figure = Figure(figsize=(6.4, 3.8))
     axes = figure.subplots()
     for (name, lost), color, marker in zip(penalties.items(), itertools.cycle(CYCLE), itertools.cycle(MARKERS)):

@@ -14,18 +14,18 @@ from deephoyer.lab.report.record import Record
 from deephoyer.lab.report.series import Series, on_front
 
 BELOW, ABOVE = 0.6, 0.6
-"""Percent around the accuracy to keep: what lies lower is no competition, and would flatten all the rest."""
+"""Points of accuracy below and above the one to keep: anything lower would flatten all the rest."""
 
 
 @styled
 def mnist_front(records: Iterable[Record], protocol: str = "test-best") -> Figure:
-    """A panel a table. Points of ours are means over seeds under one protocol; the line joins the best of them."""
+    """One panel per table. Our points are means over seeds under one protocol; a line joins the Pareto-optimal ones."""
     records = list(records)
     figure = Figure(figsize=(10.4, 8.4))
     for axes, table in zip(figure.subplots(2, 2).flat, list(TABLES.values())[:4], strict=True):
-        own = [s for s in table.series(records) if s.protocol == protocol and "ablation" not in s.tags]
+        ours = [s for s in table.series(records) if s.protocol == protocol and "ablation" not in s.tags]
         _others(axes, table)
-        _ours(axes, [s for s in own if -BELOW < 100 * (s.accuracy - (table.floor or 0)) < ABOVE])
+        _ours(axes, [s for s in ours if -BELOW < 100 * (s.accuracy - (table.floor or 0)) < ABOVE])
         _finish(axes, table)
     by = {"test-best": "the epoch best on test images", "held-out": "the epoch best on held-out images"}[protocol]
     figure.suptitle(f"Accuracy against size on MNIST (ours: means over seeds, {by})", fontsize=12)
@@ -42,20 +42,20 @@ def _others(axes: Axes, table: PaperTable) -> None:
         near = next((place for place in names if place[1] == y and x < 1.03 * place[0]), None)
         names[near or (x, y)] = f"{names[near]}, {name}" if near else name
     for place, name in names.items():
-        # Downwards, for what competes with them lies above or to the left.
+        # Downwards: results that compete with them are above or to the left.
         axes.annotate(
             name, place, (-2, -6), textcoords="offset points", rotation=-58, rotation_mode="anchor",
             fontsize=7.5, color=GREY, ha="left", va="center",
         )  # fmt: skip
 
 
-def _ours(axes: Axes, own: Sequence[Series]) -> None:
-    methods = sorted({row.method for row in own})
+def _ours(axes: Axes, ours: Sequence[Series]) -> None:
+    methods = sorted({series.method for series in ours})
     for i, method in enumerate(methods):
-        points = sorted((row.size, 100 * row.accuracy) for row in own if row.method == method)
+        points = sorted((series.size, 100 * series.accuracy) for series in ours if series.method == method)
         colour, marker = CYCLE[i % len(CYCLE)], MARKERS[(i + i // len(CYCLE)) % len(MARKERS)]
         axes.plot(*zip(*points, strict=True), marker, color=colour, markersize=5.5, label=method, zorder=4)
-    best = sorted((row.size, 100 * row.accuracy) for row in own if on_front(row, own))
+    best = sorted((series.size, 100 * series.accuracy) for series in ours if on_front(series, ours))
     if best:
         axes.plot(*zip(*best, strict=True), color=INK, linewidth=1, label="front of ours", zorder=3)
 

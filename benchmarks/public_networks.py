@@ -1,11 +1,11 @@
-"""Networks that others pruned and made public, measured by us: accuracy on CIFAR-10's test images, MACs.
+"""Networks that others pruned and published, measured by us: accuracy on CIFAR-10's test images, and MACs.
 
-    DEEPHOYER_DATA=… python benchmarks/others_networks.py "cifar10_resnet56_ocspruner_flops_47%.pth" …
+    DEEPHOYER_DATA=… python benchmarks/public_networks.py "cifar10_resnet56_ocspruner_flops_47%.pth" …
 
-For CIFAR ResNets with 1 × 1 convolutions as shortcuts, saved whole (a pickled module) or as a state. Nothing of a file
-is run: its pickle may rebuild tensors alone, every class in it becomes an empty stand-in, and the network is ours, as
-wide as the tensors say. `fewer` is against the dense network of that kind. Images are normalised as `--mean` and
-`--std` say; without them, with the mean and deviation that most public CIFAR-10 code uses.
+For CIFAR ResNets with 1 × 1 convolutions as shortcuts, saved whole (a pickled module) or as a state dict. No code of a
+file is executed: its pickle may only rebuild tensors, every class in it becomes an empty stand-in, and the network is
+ours, as wide as the tensors say. `fewer` compares with the dense network of that kind. Images are normalised by
+`--mean` and `--std`, by default with the values that most public CIFAR-10 code uses.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ import deephoyer as dh
 from deephoyer.errors import UserError
 from deephoyer.lab import data, models
 from deephoyer.lab.data import Dataset
-from measuring import machine, show, words, write
+from measuring import machine, make_parser, show, write
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
 RENAMED = {"downsample": "shortcut", "fc": "linear"}
-"""Parts that the public code calls otherwise than ours."""
-AT_ONCE = 500
+"""Parts that have another name in the public code than in ours."""
+BATCH = 500
 
 
 class StandIn:
-    """An object of a class that is not loaded: what it had in it, and nothing that it does."""
+    """An object of a class that is not loaded: it has its attributes, and none of its code."""
 
     def __new__(cls, *_: object) -> StandIn:
         return super().__new__(cls)
@@ -81,35 +81,35 @@ class TensorsOnly(pickle.Unpickler):
 
 
 def state_of(path: Path) -> dict[str, Tensor]:
-    """The tensors of a pickled module, or of a state, by their names."""
+    """The tensors of a pickled module, or of a state dict, by their names."""
     try:
         with zipfile.ZipFile(path) as archive:
             content = TensorsOnly(archive).load()
     except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile, pickle.UnpicklingError) as why:
         raise UserError(f"{path}: is not a file that torch.save wrote, or not one of tensors: {why}") from None
-    found = dict(_named(content))
-    if not found:
+    state = dict(_tensors(content))
+    if not state:
         raise UserError(f"{path}: no network was found in it.")
-    return found
+    return state
 
 
-def _named(part: Any, before: str = "") -> Iterator[tuple[str, Tensor]]:
+def _tensors(part: Any, before: str = "") -> Iterator[tuple[str, Tensor]]:
     inside = part if isinstance(part, dict) else getattr(part, "__dict__", {})
     for key, value in inside.items():
         if isinstance(value, Tensor):
             yield f"{before}{key}", value
         elif key in ("_parameters", "_buffers", "_modules", "state_dict", "model"):
-            yield from _named(value, before)
+            yield from _tensors(value, before)
         elif isinstance(value, StandIn):
-            yield from _named(value, f"{before}{key}.")
+            yield from _tensors(value, f"{before}{key}.")
 
 
 def network(state: dict[str, Tensor]) -> nn.Module:
-    """Our CIFAR ResNet of as many blocks, each layer as wide as its tensors."""
+    """Our CIFAR ResNet with the same number of blocks, each layer as wide as its tensors."""
     state = {".".join(RENAMED.get(part, part) for part in name.split(".")): t for name, t in state.items()}
     blocks = {name.split(".")[1] for name in state if name.startswith("layer1.")}
-    made = models.make(f"resnet-{6 * len(blocks) + 2}", shortcut="conv")
-    for name, layer in made.named_modules():
+    model = models.make(f"resnet-{6 * len(blocks) + 2}", shortcut="conv")
+    for name, layer in model.named_modules():
         if isinstance(layer, nn.Conv2d):
             outputs, inputs = state[f"{name}.weight"].shape[:2]
             layer.weight = nn.Parameter(torch.empty(outputs, inputs, *layer.kernel_size))
@@ -123,47 +123,46 @@ def network(state: dict[str, Tensor]) -> nn.Module:
             layer.out_features, layer.in_features = state[f"{name}.weight"].shape
             layer.weight = nn.Parameter(torch.empty(layer.out_features, layer.in_features))
     try:
-        made.load_state_dict(state)
+        model.load_state_dict(state)
     except RuntimeError as why:
         raise UserError(f"the tensors are not those of a CIFAR ResNet: {str(why).splitlines()[-1].strip()}") from None
-    return made.eval()
+    return model.eval()
 
 
 @torch.inference_mode()
 def right(model: nn.Module, images: Dataset, device: str) -> int:
     model = model.to(device)
-    parts = zip(images.test_x.split(AT_ONCE), images.test_y.split(AT_ONCE), strict=True)
+    parts = zip(images.test_x.split(BATCH), images.test_y.split(BATCH), strict=True)
     return sum(int((model(images.floats(x.to(device))).argmax(1).cpu() == y.cpu()).sum()) for x, y in parts)
 
 
 def measured(path: Path, images: Dataset, device: str) -> dict[str, Any]:
-    made = network(state_of(path))
-    blocks = len(made.layer1)  # type: ignore[arg-type]
+    model = network(state_of(path))
+    blocks = len(model.layer1)  # type: ignore[arg-type]
     dense = models.make(f"resnet-{6 * blocks + 2}", shortcut="conv")
     example = torch.zeros(1, 3, 32, 32)
-    macs, before = (dh.summary(net, example, latency=False).total.macs_executed for net in (made, dense))
+    macs, before = (dh.summary(net, example, latency=False).total.macs_executed for net in (model, dense))
     return {
         "file": path.name,
         "network": f"resnet-{6 * blocks + 2}",
-        "right": right(made, images, device),
+        "right": right(model, images, device),
         "images": len(images.test_y),
         "macs": macs,
         "fewer": before / macs,
-        "parameters": sum(p.numel() for p in made.parameters()),
+        "parameters": sum(p.numel() for p in model.parameters()),
     }
 
 
-def rows(found: list[dict[str, Any]]) -> list[list[str]]:
+def rows(networks: list[dict[str, Any]]) -> list[list[str]]:
     table = [["file", "network", "accuracy", "MACs", "fewer", "parameters"]]
-    for one in found:
-        share = f"{one['right'] / one['images']:.2%}"
-        numbers = [share, f"{one['macs']:,}", f"{one['fewer']:.2f}×", f"{one['parameters']:,}"]
-        table.append([one["file"], one["network"], *numbers])
+    for n in networks:
+        numbers = [f"{n['right'] / n['images']:.2%}", f"{n['macs']:,}", f"{n['fewer']:.2f}×", f"{n['parameters']:,}"]
+        table.append([n["file"], n["network"], *numbers])
     return table
 
 
 def main() -> None:
-    parser = words(__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("files", type=Path, nargs="+")
     parser.add_argument("--mean", type=float, nargs=3, default=MEAN)
     parser.add_argument("--std", type=float, nargs=3, default=STD)
@@ -174,11 +173,11 @@ def main() -> None:
     x, y = images.test_x[:limit], images.test_y[:limit]
     shown = Dataset("cifar10", x[:1], y[:1], x, y, images.classes, tuple(chosen.mean), tuple(chosen.std))
     try:
-        found = [measured(path, shown, chosen.device) for path in chosen.files]
+        networks = [measured(path, shown, chosen.device) for path in chosen.files]
     except UserError as why:
         sys.exit(f"deephoyer: {why}")
-    show("others' networks, measured by us", rows(found), words=2)
-    write(chosen.out, {"machine": machine(chosen.device), "networks": found})
+    show("others' networks, measured by us", rows(networks), words=2)
+    write(chosen.out, {"machine": machine(chosen.device), "networks": networks})
 
 
 if __name__ == "__main__":
