@@ -180,6 +180,17 @@ def test_tensors_in_an_object_of_any_class_are_outputs_of_the_network():
     assert torch.allclose(net(x)[0].aux.map[0], small(x)[0].aux.map[0])
 
 
+def test_a_state_in_a_plain_dict_is_an_output_like_any_other():
+    def forward(net, x):
+        h = net.a(x).relu()
+        return {"state": net.b(h), "reward": net.c(net.b(h))}
+
+    net, x = Net(forward, **linears(a=(6, 8), b=(8, 8), c=(8, 1))), numbers(3, 6)
+    small = half_of(net, x)
+    assert small.a.out_features < 8
+    assert torch.allclose(net(x)["state"], small(x)["state"])
+
+
 def test_compaction_within_autocast_compares_in_full_precision():
     net, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4)), torch.randn(8, 64)
     with torch.autocast("cpu", torch.bfloat16):
