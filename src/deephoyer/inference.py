@@ -147,11 +147,22 @@ def same_start(model: nn.Module) -> Iterator[None]:
     """Within it a network starts as it does every time: it draws the same random numbers, and what it writes into its
     buffers and attributes (a hidden state, the range of what it has seen) is gone afterwards.
     """
+    with same_numbers(model), state_kept(model.modules()):
+        yield
+
+
+@contextmanager
+def same_numbers(model: nn.Module) -> Iterator[None]:
+    """Within it a network draws the same random numbers every time; those that are drawn afterwards don't change.
+
+    >>> before = torch.get_rng_state()
+    >>> with same_numbers(nn.Linear(1, 1)):
+    ...     _ = torch.rand(1)
+    >>> torch.equal(torch.get_rng_state(), before)
+    True
+    """
     place = device_of(model)
-    with (
-        torch.random.fork_rng([place] if place.type == "cuda" else [], device_type="cuda"),
-        state_kept(model.modules()),
-    ):
+    with torch.random.fork_rng([place] if place.type == "cuda" else [], device_type="cuda"):
         torch.manual_seed(0)
         yield
 

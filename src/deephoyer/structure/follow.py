@@ -23,6 +23,7 @@ from deephoyer.inference import (
     call,
     plain_attention,
     plain_recurrence,
+    same_numbers,
     unchecked_distributions,
 )
 from deephoyer.structure import operations, products
@@ -79,7 +80,7 @@ def _followed(
             follower.n.set_discrete(tensor)
     with torch.no_grad(), plain_attention, plain_recurrence, unchecked_distributions, UncheckedOneHot():
         try:
-            with Asking(follower.asks), follower:
+            with same_numbers(model), Asking(follower.asks), follower:
                 outputs = call(model, inputs)
         except CannotFollow:
             raise
