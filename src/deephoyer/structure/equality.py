@@ -33,12 +33,12 @@ class Differs(UserError):
 
 def error(a: Tensor, b: Tensor) -> float:
     """The largest difference, relative to the scale of `a`; infinite where shapes or NaNs differ."""
-    a, b = a.detach(), b.detach()
+    a, b = (torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in (a.detach(), b.detach()))
     if a.shape != b.shape or a.dtype != b.dtype:
         return float("inf")
     if a.numel() == 0:
         return 0.0
-    if not (a.is_floating_point() or a.is_complex()):
+    if not a.is_floating_point():
         return 0.0 if torch.equal(a, b) else float("inf")
     scale, gap = a.abs().max().double(), (a.double() - b.double()).abs().max()
     if not gap.isfinite():  # infinity or NaN, in either
@@ -51,7 +51,7 @@ def error(a: Tensor, b: Tensor) -> float:
 
 
 def tolerance(*tensors: Tensor) -> float:
-    return max((TOLERANCE.get(t.dtype, 0.0) for t in tensors), default=0.0)
+    return max((TOLERANCE.get(t.dtype.to_real(), 0.0) for t in tensors), default=0.0)
 
 
 Matter = dict[str, tuple[Tensor, Tensor]]

@@ -357,8 +357,9 @@ class Follower(TorchDispatchMode):
     def _note_rounding(self, tensors: list[Tensor]) -> None:
         """The coarsest type on the way: Hugging Face's norms compute in float32, whatever they are given."""
         for tensor in tensors:
-            if tensor.is_floating_point() and torch.finfo(tensor.dtype).eps > torch.finfo(self.n.rounding).eps:
-                self.n.rounding = tensor.dtype
+            numbers = tensor.is_floating_point() or tensor.is_complex()
+            if numbers and torch.finfo(tensor.dtype).eps > torch.finfo(self.n.rounding).eps:
+                self.n.rounding = tensor.dtype.to_real()
 
     def _note(self, module: str, op: Operation) -> None:
         """Which channels a module's own operations see, for when its sizes prove to be fixed."""

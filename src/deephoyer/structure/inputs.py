@@ -118,7 +118,8 @@ def random_like(
         if not isinstance(leaf, Tensor) or leaf.numel() == 0:
             return leaf
         if leaf.is_floating_point() or leaf.is_complex():
-            drawn = scale * torch.randn(leaf.shape, generator=generator, dtype=torch.float64)
+            wide = torch.complex128 if leaf.is_complex() else torch.float64
+            drawn = scale * torch.randn(leaf.shape, generator=generator, dtype=wide)
             return drawn.to(device=leaf.device, dtype=leaf.dtype)
         if leaf.dtype == torch.bool:
             return torch.rand(leaf.shape, generator=generator).to(leaf.device) < 0.5 if bold else leaf
