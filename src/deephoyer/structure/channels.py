@@ -172,6 +172,14 @@ class ChannelGraph:
         stays[list(self.fixed)] = True
         return sum(int((~stays[channels]).sum()) for channels in self.places.values())
 
+    def quiet(self) -> Tensor:
+        """The channels that may go only if they are zero, since they or their squares are added up."""
+        found = torch.zeros(self.count, dtype=torch.bool)
+        found[list(self.summed)] = True
+        for _, channels in self.norms.values():
+            found[channels] = True
+        return found
+
     def sets(self) -> list[ChannelSet]:
         """The channels by where they lie, in the order of the network; fixed ones in sets of their own."""
         where: list[list[Place]] = [[]]

@@ -218,14 +218,15 @@ def dead_channels(model: nn.Module, graph: ChannelGraph) -> Tensor:
     dims: dict[str, list[int]] = {}
     for name, dim in graph.places:
         dims.setdefault(name, []).append(dim)
-    readers = {place: (place[0], dims[place[0]]) for place in graph.places if place in graph.reads}
-    quiet = torch.zeros(graph.count, dtype=torch.bool)  # those that must be zero, since they or their squares are added
-    quiet[list(graph.summed)] = True
-    for name, (_, channels) in graph.norms.items():
-        quiet[channels] = True
+    # A buffer that reads channels is never zero where it does: they must be.
+    read_by = {place for place in graph.reads if place[0] in dict(model.named_buffers(remove_duplicate=False))}
+    readers = {place: (place[0], dims[place[0]]) for place in graph.places if place in graph.reads - read_by}
+    quiet = graph.quiet()
+    for name in graph.norms:
         dims.pop(f"{name}.weight" if name else "weight", None)  # which only scales
     for name, dim in graph.places:
-        if name in dims and name not in graph.wirings and bool(quiet[graph.places[name, dim]].any()):
+        made = name in dims and name not in graph.wirings and (name, dim) not in read_by
+        if made and bool(quiet[graph.places[name, dim]].any()):
             readers.setdefault((name, dim), (name, dims[name]))
     readers |= {(name, IN): (name, [OUT, IN]) for name in graph.wirings}
     reads: dict[Place, Tensor] = {}

@@ -475,6 +475,14 @@ def orders(n: Labels, op: Operation) -> None:
         n.set(tensor, axes)
 
 
+def transforms(n: Labels, op: Operation) -> None:
+    """Fourier transforms: along their dimensions each place depends on all others, along the rest on none."""
+    x, dims = op.args[0], [d % op.args[0].dim() for d in op.args[1]]
+    lying = [axis for axis in n.of(x) if any(n.varies(axis, d) for d in dims)]
+    n.mix(lying, op.outs, _may_mix(op))
+    n.set(op.out, [shortened(n, axis, dims) for axis in n.of(x) if not any(axis is its for its in lying)])
+
+
 def shuffles_pixels(n: Labels, op: Operation) -> None:
     """Channels become pixels, or pixels channels: those of one square go together."""
     x, r = op.args[0], int(op.args[1]) ** 2
@@ -572,7 +580,7 @@ def reads_regions(n: Labels, op: Operation) -> None:
 SPATIAL = ("max_pool", "avg_pool", "adaptive_", "_adaptive_", "upsample_", "_upsample_", "reflection_", "replication_")
 
 _RULES: tuple[tuple[Rule, str], ...] = (
-    (same_place, "clone detach alias contiguous lift_fresh _to_copy dropout"),
+    (same_place, "clone detach alias contiguous lift_fresh _to_copy dropout _conj _neg_view"),
     (transposes, "permute transpose t unsqueeze"),
     (squeezes, "squeeze"),
     (expands, "expand"),
@@ -588,12 +596,13 @@ _RULES: tuple[tuple[Rule, str], ...] = (
     (restrides, "as_strided"),
     (pads, "constant_pad_nd"),
     (pointwise, "hardswish _prelu_kernel native_dropout copy masked_fill where"),
-    (pointwise, "zeros_like ones_like full_like empty_like"),
+    (pointwise, "zeros_like ones_like full_like empty_like complex polar"),
     (draws, "randn_like rand_like randint_like bernoulli normal multinomial poisson exponential uniform"),
     # In place these have no tag in torch 2.9.
     (pointwise, "hardtanh leaky_relu elu gelu mish hardsigmoid celu selu threshold rrelu"),
     (reduces, "mean sum amax amin max min var std norm linalg_vector_norm logsumexp prod var_mean any all"),
     (orders, "_softmax softmax _safe_softmax _log_softmax log_softmax cumsum cumprod sort topk argsort argmax argmin"),
+    (transforms, "_fft_r2c _fft_c2r _fft_c2c"),
     (samples, "grid_sampler_2d grid_sampler_3d"),
     (shuffles_pixels, "pixel_shuffle pixel_unshuffle"),
     (gates, "glu"),
