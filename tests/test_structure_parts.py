@@ -256,15 +256,23 @@ def gated(h):
     return a * b.sigmoid()
 
 
+def turned_in_place(h):
+    before = h.detach()
+    h.transpose_(1, 2).unsqueeze_(0)
+    h.squeeze_(0)
+    return before + h.transpose_(1, 2)
+
+
 @pytest.mark.parametrize(
     "middle, width, channels",
     [
         (lambda h: torch.roll(h, 2, 1), 6, 6),
         (lambda h: h.flip([1]), 6, 6),
         (gated, 3, 3),
+        (turned_in_place, 6, 6),
         (lambda h: h.unbind(1)[0][:, None], 6, 6),
     ],
-    ids=["rolled", "flipped", "split", "unbound"],
+    ids=["rolled", "flipped", "split", "turned", "unbound"],
 )
 def test_channels_are_followed_through_what_moves_other_dimensions(middle, width, channels):
     torch.manual_seed(0)

@@ -72,7 +72,8 @@ def same_place(n: Labels, op: Operation) -> None:
 
 def transposes(n: Labels, op: Operation) -> None:
     rest = op.args[1:]
-    n.set(op.out, [op.func(axis, *rest, **op.kwargs) for axis in n.of(op.args[0])])
+    # Done to a view of each axis, which stays what it is for other tensors where this is in place.
+    n.set(op.out, [op.func(axis.detach(), *rest, **op.kwargs) for axis in n.of(op.args[0])])
 
 
 def squeezes(n: Labels, op: Operation) -> None:
@@ -80,6 +81,8 @@ def squeezes(n: Labels, op: Operation) -> None:
     x = op.args[0]
     given = op.argument("dim", 1)
     dims = range(x.dim()) if given is None else [given] if isinstance(given, int) else given
+    if op.name == "squeeze_" and given is not None:  # x has fewer dimensions already
+        return n.set(x, [axis.squeeze(tuple(dims)) if axis.dim() > x.dim() else axis for axis in n.of(x)])
     gone = tuple(d % x.dim() for d in dims if x.dim() and x.shape[d] == 1)
     n.set(op.out, [axis.squeeze(gone) for axis in n.of(x)])
 
