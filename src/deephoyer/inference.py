@@ -98,15 +98,15 @@ def at_rest(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def outside_modes(function: Callable[P, T]) -> Callable[P, T]:
-    """Runs what follows tensors through a network outside of `torch.inference_mode()`, which would hide operations, and
-    of `torch.autocast`, whose rounding would look like a difference.
+    """Runs what follows tensors through a network outside of `torch.inference_mode()` and of what was compiled, which
+    would hide operations, and of `torch.autocast`, whose rounding would look like a difference.
 
     Tensors that were made in inference mode are copied.
     """
 
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
-        with torch.inference_mode(False), _no_autocast():
+        with torch.inference_mode(False), _no_autocast(), torch.compiler.set_stance("force_eager"):
             positional, named = pytree.tree_map(_copied, (args, kwargs))
             return function(*positional, **named)
 

@@ -17,6 +17,7 @@ from deephoyer.inference import Examples, call, same_start
 from deephoyer.structure.inputs import drawn_like, outputs_in, tensors_in
 from deephoyer.structure.layers import channel_dim, kind_of
 from deephoyer.structure.ties import Choices, ChosenAlike
+from deephoyer.weights import hookable_modules
 
 MISTAKE = 100
 """A mistake in the structure differs by this many times what rounding may, where it happens; outputs may hide it."""
@@ -203,7 +204,7 @@ def _run(model: nn.Module, inputs: Examples) -> Any:
 def _where_it_fails(model: nn.Module, inputs: Examples) -> str:
     stack: list[str] = []
     hooks = []
-    for name, module in model.named_modules():
+    for name, module in hookable_modules(model):
         hooks.append(module.register_forward_pre_hook(lambda m, a, name=name: stack.append(name)))
         hooks.append(module.register_forward_hook(lambda m, a, y: stack.__delitem__(-1)))
     try:
@@ -266,7 +267,7 @@ class ModuleComparison:
 def module_hooks(model: nn.Module, receive: Callable[[str, Tensor], None]) -> Iterator[None]:
     """Calls `receive` with the name and output of each module, in the order of the calls."""
     handles = []
-    for name, module in model.named_modules():
+    for name, module in hookable_modules(model):
 
         def hook(module: nn.Module, args: Any, output: Any, name: str = name) -> None:
             for tensor in tensors_in(output)[:1]:

@@ -43,6 +43,7 @@ from deephoyer.structure.layers import (
     nonzero,
 )
 from deephoyer.structure.taint import Unknown
+from deephoyer.weights import hookable_modules
 
 LARGE = 1000.0
 """For the second witness: gates may open only beyond a bound (`torch.where(x > 4, …)`)."""
@@ -127,7 +128,7 @@ class _Witness:
         calls: dict[str, int] = {}
         seen = dict(self.range)
         hooks = [
-            m.register_forward_hook(self._look(n, calls, seen), with_kwargs=True) for n, m in model.named_modules()
+            m.register_forward_hook(self._look(n, calls, seen), with_kwargs=True) for n, m in hookable_modules(model)
         ]
         try:
             call(model, inputs)

@@ -173,7 +173,9 @@ class Follower(TorchDispatchMode):
     # Modules.
 
     def _hook(self, name: str, module: nn.Module) -> None:
-        if isinstance(module, torch.jit.ScriptModule):
+        if isinstance(module, torch.jit.ScriptModule):  # it takes no hooks, and no tensors of other sizes
+            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                self.n.fix([tensor], f"module {name!r} is scripted by torch.jit")
             return
         wiring = kind_of(module) is WIRING
         norm = None if wiring else rms_norm(module)
