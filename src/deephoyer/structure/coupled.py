@@ -289,6 +289,7 @@ def _try(model: nn.Module, graph: ChannelGraph, sets: Trial, inputs: Examples, l
         drawn, before = drawn_answers(small, inputs, 1, inside)
     if all_nan(before):
         raise UserError("the model gives nothing but NaN, so there is nothing to compare.")
+    learn |= any(rule.attribute is None for rule in graph.sizes)  # which code may compute from what was taken out
     take_out(small, graph, dead, learn)  # from the same copy: a large network is there twice, not three times
     alive = alive_outputs(model, graph, dead, dead)
     compare(before, small, drawn, zeroed, alive, graph.exact, graph.rounding, inside)
