@@ -288,3 +288,9 @@ def test_channels_beside_a_scripted_module_go_and_its_own_stay():
     assert (small.a.out_features, small.c.in_features) == (8, 8) and largest_gap(net(x), small(x)) < 1e-12
     torch.optim.SGD(small.parameters(), 0.1)  # takes leaves only
     assert all(parameter.requires_grad for parameter in small.parameters())
+
+
+def test_a_model_that_takes_one_example_but_not_several_is_refused_in_a_line():
+    net = Net(lambda net, x: net.b(net.a(x).relu().view(1, 8)), **linears(a=(4, 8), b=(8, 2)))
+    with pytest.raises(dh.UserError, match="the model can't be run on the example inputs: shape"):
+        dh.Coupled(net, numbers(3, 4))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from deephoyer.errors import UserError
-from deephoyer.inference import Examples, call, same_start
+from deephoyer.inference import Examples, call, same_start, try_call
 from deephoyer.structure.inputs import drawn_like, outputs_in, tensors_in
 from deephoyer.structure.layers import channel_dim, kind_of
 from deephoyer.structure.ties import Choices, ChosenAlike
@@ -86,11 +86,11 @@ def answers(model: nn.Module, inputs: Examples, inside: Outputs | None = None) -
         if inside is not None:
             inside.clear()
             with same_start(model), module_hooks(model, lambda name, tensor: inside.append((name, tensor.clone()))):
-                outputs = outputs_in(call(model, inputs))
+                outputs = outputs_in(try_call(model, inputs))
             if not hooks_change(model):
                 return outputs
         with same_start(model):
-            return outputs_in(call(model, inputs))
+            return outputs_in(try_call(model, inputs))
 
 
 def drawn_answers(
