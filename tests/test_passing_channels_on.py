@@ -406,3 +406,18 @@ def test_channels_with_a_scale_in_a_buffer_that_may_not_be_zero_go():
     net.register_buffer("width", numbers(16).abs() - 2)
     small = half_of(net, x)
     assert len(small.width) == 8 and largest_gap(net(x), small(x)) < 1e-12
+
+
+def test_a_slice_that_is_only_a_template_holds_no_channels():
+    def forward(net, t, x):  # a time beside the channels, as neural differential equations have it
+        h = F.relu(net.a(x))
+        h = h + net.b(torch.cat([torch.ones_like(h[:, :1]) * t, h], 1))
+        return net.c(h + net.noise * h.new_zeros(h[:, :1].shape))
+
+    net, x = Net(forward, **linears(a=(4, 12), b=(13, 12), c=(12, 2))), (torch.tensor(0.5), numbers(3, 4))
+    net.noise = nn.Parameter(numbers(12))
+    small = half_of(net, x)
+    assert small.b.weight.shape == (6, 7) and largest_gap(net(*x), small(*x)) < 1e-12
+    used = Net(lambda net, x: net.c(net.a(x)) * net.a(x)[:, :1], **linears(a=(4, 12), c=(12, 2)))
+    with pytest.raises(dh.UserError, match="the model itself \\(Net\\) takes channels by their position"):
+        dh.Coupled(used, numbers(3, 4)).units()

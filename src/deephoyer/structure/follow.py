@@ -44,7 +44,7 @@ from deephoyer.structure.channel_ids import Labels
 from deephoyer.structure.channels import IN, OUT, Blocks, ChannelGraph, Place
 from deephoyer.structure.inputs import outputs_in, tensors_in
 from deephoyer.structure.layers import WIRING, kind_of
-from deephoyer.structure.operations import LAYS_OUT, Operation, Rule
+from deephoyer.structure.operations import LAYS_OUT, TEMPLATES, Operation, Rule
 from deephoyer.structure.rms import RmsNorm, rms_norm
 from deephoyer.structure.sizes import Setting, SizedCall, SizeRule, counts_heads, mark_settings
 
@@ -142,7 +142,12 @@ class Follower(TorchDispatchMode):
         tensors = tensors_in(out)
         if func in SLICES:
             bounds = [(dim, bound) for dim, start, stop in slices_of(*args) for bound in (start, stop)]
-            whole = [(dim, self._lying(args[0], dim)) for dim, _ in bounds]
+            # A single place is the code's own: where its numbers are used, all stay (`operations.takes`).
+            whole = [
+                (dim, [] if stop - start == 1 else self._lying(args[0], dim))
+                for dim, start, stop in slices_of(*args)
+                for _ in (start, stop)
+            ]
             lying = [[rows[:bound] for rows in lie] for (_, bound), (_, lie) in zip(bounds, whole, strict=True)]
             cuts = [
                 (bound, args[0].dim() - dim, args[0].shape[dim], lie)
@@ -185,6 +190,8 @@ class Follower(TorchDispatchMode):
             self._stack.append(name)
             self._counter.enter(name)
             self._asleep += opaque
+            if opaque:
+                self.n.use(tensors_in((args, kwargs)))
 
         def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             with torch._C.DisableTorchFunction():  # or what is done here would be counted among the network's calls
@@ -293,7 +300,8 @@ class Follower(TorchDispatchMode):
     def _account(self, op: Operation) -> None:
         """Labels what the operation gave."""
         n = self.n
-        n.use(op.given)
+        if op.name not in TEMPLATES:
+            n.use(op.given)
         for tensor in op.given:
             if id(tensor) not in self._whole and not tensor.is_floating_point() and not n.is_discrete(tensor):
                 n.set_constant(tensor)  # a list in an index, of which no operation was seen

@@ -150,7 +150,8 @@ def takes(n: Labels, op: Operation) -> None:
     """
     x, dim = op.args[0], op.argument("dim", 1, 0) % op.args[0].dim()
     step = op.argument("step", 4, 1) if op.name == "slice" else 1
-    axes = []
+    axes: list[Tensor] = []
+    taken: list[Tensor] = []
     for axis in n.of(x):
         if axis.shape[dim] == 1:
             axes.append(axis.select(dim, 0) if op.name == "select" else axis)
@@ -161,10 +162,11 @@ def takes(n: Labels, op: Operation) -> None:
             if 1 < step == x.shape[dim] // op.out.shape[dim] and x.shape[dim] % step == 0:
                 n.tie(axis.unflatten(dim, (-1, step)), dim + 1)
             elif alone or not told:
-                n.joined.fix(axis, f"{op.where} takes channels by their position")
+                taken.append(axis)
             elif n.is_constant(x) and x.dim() > 1 and op.out.numel():  # a table; biases are sliced to be changed
                 n.take(x, axis, dim, op.func(torch.arange(x.shape[dim]), 0, *op.args[2:], **op.kwargs), op.where)
         axes.append(op.func(axis, *op.args[1:], **op.kwargs))
+    n.mix(taken, op.outs, f"{op.where} takes channels by their position")
     n.set(op.out, axes)
 
 
@@ -614,6 +616,10 @@ _RULES: tuple[tuple[Rule, str], ...] = (
     (reads_regions, "roi_align roi_pool"),
 )
 RULES: dict[str, Rule] = {name: rule for rule, names in _RULES for name in names.split()}
+
+_TEMPLATES = "new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like"
+TEMPLATES = frozenset(_TEMPLATES.split())
+"""What is given a tensor for its shape or its type, not for its numbers."""
 
 _LAYS_OUT = """permute transpose t squeeze unsqueeze expand view _unsafe_view reshape _reshape_alias clone detach alias
 contiguous _to_copy slice select split split_with_sizes chunk unbind index index_select"""
