@@ -294,3 +294,27 @@ def test_a_model_that_takes_one_example_but_not_several_is_refused_in_a_line():
     net = Net(lambda net, x: net.b(net.a(x).relu().view(1, 8)), **linears(a=(4, 8), b=(8, 2)))
     with pytest.raises(dh.UserError, match="the model can't be run on the example inputs: shape"):
         dh.Coupled(net, numbers(3, 4))
+
+
+def masked(net, x):
+    net.a.weight.data *= net.mask  # as PixelCNN has it
+    return net.b(net.a(x).relu())
+
+
+def limited(net, x):
+    net.a.weight.data = torch.renorm(net.a.weight.data, p=2, dim=0, maxnorm=0.5)  # as EEGNet has it
+    return net.b(net.a(x).relu())
+
+
+@pytest.mark.parametrize("forward", [masked, limited])
+def test_a_network_that_changes_its_weights_while_it_runs_is_left_as_it_was(forward):
+    net, x = Net(forward, **linears(a=(6, 16), b=(16, 2))), numbers(3, 6)
+    net.register_buffer("mask", (numbers(16, 6) > 0).double())
+    before = net.a.weight.detach().clone()
+    groups = dh.Coupled(net, x)
+    assert torch.equal(net.a.weight, before)
+    dh.prune(net, dh.Density(0.5), groups=groups)
+    before = net.a.weight.detach().clone()
+    small = dh.compact(net, x, groups=groups)
+    assert torch.equal(net.a.weight, before)
+    assert small.a.out_features == 8 and largest_gap(net(x), small(x)) < 1e-12

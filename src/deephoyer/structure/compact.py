@@ -172,8 +172,9 @@ def _compacted(
     report = CompactReport(parameters_before=_count(model), exact=graph.exact)
     dead = dead_channels(model, graph)
     gone = spare_last(graph, dead)
+    copied = clean_copy if graph.changes_weights else shared_copy
     if not folds or (torch.equal(dead, gone) and not _constants(model, graph, dead)):
-        small = shared_copy(model)
+        small = copied(model)
         take_out(small, graph, gone)
         own_parameters(small, model)
         changed = bool(gone.any())
@@ -195,7 +196,7 @@ def _compacted(
     proven = any(one.reason is None for one in report.sets)  # where no set was tried, nothing was compared yet
     if changed or report.joints or not proven:  # else it is a copy
         alive = alive_outputs(model, graph, dead, gone)
-        whole = shared_copy(model)
+        whole = copied(model)
         report.error = same(whole, small, example_inputs, alive, exact=graph.exact, rounding=graph.rounding)
     report.parameters_after = _count(small)
     _settle(small, model)

@@ -24,7 +24,7 @@ from deephoyer.inference import Examples, call, outside_modes, plain_attention, 
 from deephoyer.sharded import is_sharded
 from deephoyer.structure.channels import ChannelGraph, ChannelSet, Place
 from deephoyer.structure.equality import Differs, Outputs, all_nan, compare, drawn_answers
-from deephoyer.structure.follow import CannotFollow, follow
+from deephoyer.structure.follow import CannotFollow, ChangesWeights, follow
 from deephoyer.structure.inputs import one_sample, tensors_in
 from deephoyer.structure.layers import CONV, LINEAR, filled, kind_of
 from deephoyer.structure.remove import alive_outputs, homes_of, remove, replace_tensor, spare_last, tensor_of, zero
@@ -170,8 +170,18 @@ def proven(model: nn.Module, inputs: Examples, exact: bool = True) -> ChannelGra
     """The channel graph of a model, less what a trial removal shows to be wrong."""
     model = shared_copy(model)
     woken = _wake(model)
-    graph, outputs, sample = _followed(model, inputs, exact)
-    graph.sample = sample
+    before = [(p, p.data) for p in model.parameters() if not is_traceable_wrapper_subclass(p)]
+    try:
+        graph, outputs, sample = _followed(model, inputs, exact)
+        changes = any(p.data_ptr() != data.data_ptr() for p, data in before)
+    except ChangesWeights:
+        changes = True
+    if changes:
+        for p, data in before:
+            p.data = data
+        model = clean_copy(model)
+        graph, outputs, sample = _followed(model, inputs, exact, shared=False)
+    graph.sample, graph.changes_weights = sample, changes
     if any(t.is_floating_point() and t.numel() and not t.abs().amax() < 1e6 for t in outputs):
         for parameter in woken:  # for which it is not made: in a deep one that was pruned they add up to infinity
             parameter.detach().zero_()
@@ -191,15 +201,18 @@ def proven(model: nn.Module, inputs: Examples, exact: bool = True) -> ChannelGra
     raise CannotFollow("coupled: the model's channels can't be worked out; give an inner module instead.")
 
 
-def _followed(model: nn.Module, inputs: Examples, exact: bool) -> tuple[ChannelGraph, list[Tensor], Examples]:
+def _followed(
+    model: nn.Module, inputs: Examples, exact: bool, shared: bool = True
+) -> tuple[ChannelGraph, list[Tensor], Examples]:
     """The graph by one sample, where the model takes one; else by the inputs (the first sizes of some are no batch)."""
     sample = one_sample(inputs)
+    copied = shared_copy if shared else clean_copy
     if sample is not inputs:
         with suppress(CannotFollow):
-            graph, outputs = follow(shared_copy(model), sample, exact=exact)
+            graph, outputs = follow(copied(model), sample, exact, shared)
             if not uncalled(model, graph):
                 return graph, outputs, sample
-    return *follow(shared_copy(model), inputs, exact=exact), inputs
+    return *follow(copied(model), inputs, exact, shared), inputs
 
 
 def uncalled(model: nn.Module, graph: ChannelGraph) -> list[str]:

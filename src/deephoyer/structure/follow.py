@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
 from deephoyer.errors import UserError, first_line
@@ -53,8 +53,17 @@ class CannotFollow(UserError):
     """The network's channels can't be worked out; the message names the module."""
 
 
-def follow(model: nn.Module, inputs: Examples, exact: bool = True) -> tuple[ChannelGraph, list[Tensor]]:
-    """The channels of a model in eval mode, and its outputs; the model must be a copy, since its numbers are marked."""
+class ChangesWeights(CannotFollow):
+    """The network writes into its own parameters while it runs, and so must have its own."""
+
+
+def follow(
+    model: nn.Module, inputs: Examples, exact: bool = True, shared: bool = True
+) -> tuple[ChannelGraph, list[Tensor]]:
+    """The channels of a model in eval mode, and its outputs; the model must be a copy, since its numbers are marked.
+
+    Parameters that it `shared` with another are not written into.
+    """
     arguments(inputs)
     if (given := tensors_in(inputs)) and not any(t.numel() for t in given):
         raise UserError("example inputs: there is no number in them, so nothing could be compared; give one example.")
@@ -62,7 +71,7 @@ def follow(model: nn.Module, inputs: Examples, exact: bool = True) -> tuple[Chan
     turned: frozenset[int] = frozenset()
     best: tuple[ChannelGraph, list[Tensor]] | None = None
     while True:  # as a rule once, and twice more where heads are not called so: for queries and keys, then for values
-        graph, outputs, wrong = _followed(model, inputs, given, exact, turned)
+        graph, outputs, wrong = _followed(model, inputs, given, exact, turned, shared)
         if best is None or graph.free() > best[0].free():
             best = graph, outputs
         if not wrong:
@@ -71,10 +80,10 @@ def follow(model: nn.Module, inputs: Examples, exact: bool = True) -> tuple[Chan
 
 
 def _followed(
-    model: nn.Module, inputs: Examples, given: list[Tensor], exact: bool, turned: frozenset[int]
+    model: nn.Module, inputs: Examples, given: list[Tensor], exact: bool, turned: frozenset[int], shared: bool
 ) -> tuple[ChannelGraph, list[Tensor], frozenset[int]]:
     """The graph, the outputs, and the views of which it took the wrong dimension for channels."""
-    follower = Follower(model, exact, turned)
+    follower = Follower(model, exact, turned, shared)
     for tensor in given:
         if not tensor.is_floating_point() and not tensor.is_complex():
             follower.n.set_discrete(tensor)
@@ -104,7 +113,9 @@ def _followed(
 class Follower(TorchDispatchMode):
     """Sees every operation, and knows in which module it happens."""
 
-    def __init__(self, model: nn.Module, exact: bool, turned: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self, model: nn.Module, exact: bool, turned: frozenset[int] = frozenset(), shared: bool = True
+    ) -> None:
         super().__init__()
         self.n = Labels(model, exact, turned)
         self._operations = 0
@@ -122,6 +133,11 @@ class Follower(TorchDispatchMode):
         self._modules = dict(model.named_modules())
         self._wirings: dict[str, tuple[Tensor, Tensor]] = {}
         self._norms: dict[str, tuple[RmsNorm, Tensor]] = {}
+        self._shared = {
+            p.untyped_storage().data_ptr()
+            for p in model.parameters()
+            if shared and p.numel() and not is_traceable_wrapper_subclass(p)
+        }
         self._whole: dict[int, Tensor] = {}  # whole numbers and masks that were computed
         self._hooks: list[RemovableHandle] = []
         for name, module in self._modules.items():
@@ -284,6 +300,9 @@ class Follower(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        written = tensors_in(args[:1]) if self._shared and func._schema.is_mutable else ()
+        if any(tensor.untyped_storage().data_ptr() in self._shared for tensor in written):
+            raise ChangesWeights(f"{self.where()} writes into a parameter of the network.")
         if self._asleep:
             out = func(*args, **kwargs)
             self._note_rounding(tensors_in(out))
