@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torchvision.ops import DeformConv2d
 
 import deephoyer as dh
 from small_networks import Net, half_of, largest_gap, linears, numbers
@@ -421,3 +422,17 @@ def test_a_slice_that_is_only_a_template_holds_no_channels():
     used = Net(lambda net, x: net.c(net.a(x)) * net.a(x)[:, :1], **linears(a=(4, 12), c=(12, 2)))
     with pytest.raises(dh.UserError, match="the model itself \\(Net\\) takes channels by their position"):
         dh.Coupled(used, numbers(3, 4)).units()
+
+
+def test_channels_of_a_deformable_convolution_go():
+    def forward(net, x):
+        h = F.relu(net.a(x))
+        return net.c(F.relu(net.b(h, net.where(h), net.mask(h).sigmoid())))
+
+    layers = {"a": nn.Conv2d(3, 16, 1), "b": DeformConv2d(16, 12, 3, padding=1), "c": nn.Conv2d(12, 2, 1)}
+    where, mask = (nn.Conv2d(16, outputs, 3, padding=1) for outputs in (18, 9))
+    net, x = Net(forward, where=where, mask=mask, **layers).double(), numbers(2, 3, 8, 8)
+    small = half_of(net, x)
+    assert small.b.weight.shape == (6, 8, 3, 3) and small.where.weight.shape == (18, 8, 3, 3)
+    larger = numbers(1, 3, 9, 12)
+    assert largest_gap(net(larger), small(larger)) < 1e-12

@@ -333,7 +333,7 @@ class Follower(TorchDispatchMode):
         elif op.given and all(n.is_constant(t) or n.is_discrete(t) for t in op.given):
             for tensor in op.outs:
                 n.set_discrete(tensor)
-        if op.name == "convolution":
+        if op.name in ("convolution", "deform_conv2d"):
             n.of(op.args[1], dims=2)  # the places of a kernel are no channels
         if op.outs and not any(t.numel() for t in op.outs) and not all(t.numel() for t in op.given):
             n.fix(op.given, f"nothing comes to {op.where} for these examples")

@@ -145,6 +145,21 @@ def convolves(n: Labels, op: Operation) -> None:
     n.set(op.out, meet(n, parts, op.where))
 
 
+def convolves_where_told(n: Labels, op: Operation) -> None:
+    """A deformable convolution: where it looks is computed for each place, alike for all channels."""
+    x, w, offset, mask, bias = op.args[:5]
+    weight_groups, offset_groups = op.args[11:13]
+    if weight_groups != 1 or offset_groups != 1:
+        return mixes(n, op)
+    for tensor in (offset, mask):
+        for axis in n.of(tensor):
+            n.joined.fix(axis, f"{op.where} takes its places from them")
+    read(n, op, x, 1, w, 1)
+    flat, shape = [1, op.out.shape[1], 1, 1], [1, -1, 1, 1]
+    made = [n.line(axis, 0).view(shape) for axis in n.of(w) if axis.shape[0] > 1]
+    n.set(op.out, meet(n, [(flat, made), (flat, [axis.view(shape) for axis in n.of(bias)])], op.where))
+
+
 def _channels(n: Labels, x: Tensor) -> Tensor | None:
     found = n.along(x, 1)
     if not found:
@@ -344,6 +359,7 @@ _RULES: tuple[tuple[Rule, str], ...] = (
     (applies, "linear"),
     (multiplies_by_expert, "_grouped_mm"),
     (convolves, "convolution"),
+    (convolves_where_told, "deform_conv2d"),
     (
         normalises_batch,
         "native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training cudnn_batch_norm "
