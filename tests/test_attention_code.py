@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import deephoyer as dh
+from small_networks import Net, largest_gap, linears
 
 WIDTH, HEADS, TOKENS = 16, 4, 6
 
@@ -393,3 +394,22 @@ def test_calls_that_ask_for_the_same_are_told_apart_by_their_order_and_others_re
         assert_same(net, small, numbers(3, tokens, WIDTH))
     with pytest.raises(dh.UserError, match="takes another way"):
         small(numbers(3, 2 * TOKENS + 1, WIDTH))
+
+
+def test_heads_go_where_their_width_is_taken_from_a_tensor_that_loses_channels_too():
+    def forward(net, x):
+        x = net.i(x)
+        b, t, c = x.shape
+        q, k, v = (f(x).view(b, t, net.heads, -1).transpose(1, 2) for f in (net.q, net.k, net.v))
+        y = (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).softmax(-1) @ v
+        return net.out(x + net.o(y.transpose(1, 2).reshape(b, t, c)))
+
+    layers = linears(i=(5, 16), q=(16, 16), k=(16, 16), v=(16, 16), o=(16, 16), out=(16, 2))
+    net, x = Net(forward, **layers), numbers(2, 6, 5)
+    net.heads = 4
+    groups = dh.Coupled(net, x)
+    assert sorted(len(s.channels) for s in groups.sets if s.reason is None) == [4, 16]
+    dh.prune(net, dh.Density(0.6), groups=groups)
+    small = dh.compact(net, x, groups=groups)
+    longer = numbers(3, 9, 5)
+    assert small.i.out_features < 16 and largest_gap(net(longer), small(longer)) < 1e-12

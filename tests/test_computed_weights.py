@@ -124,3 +124,16 @@ def test_what_torchs_own_pruning_masks_is_removed():
     small = dh.compact(net, x)
     assert small[0].out_features == 4 and "weight_orig" not in dict(small[0].named_parameters())
     assert largest_gap(net(x), small(x)) < 1e-12 and nn.utils.prune.is_pruned(net)
+
+
+@pytest.mark.parametrize("norm", [nn.utils.parametrizations.spectral_norm, nn.utils.spectral_norm])
+def test_layers_with_spectral_norm_lose_channels(norm):
+    net = nn.Sequential(
+        nn.Conv2d(3, 12, 3), nn.ReLU(), norm(nn.Conv2d(12, 12, 3)), nn.ReLU(), norm(nn.Conv2d(12, 2, 1))
+    )
+    net, x = net.double(), numbers(2, 3, 9, 9)
+    net(x)  # in training, which turns the vectors towards the largest singular value
+    net.eval()
+    small = half_of(net, x)
+    assert small[0].out_channels == 6 and largest_gap(net(3 * x), small(3 * x)) < 1e-12
+    small.train()(x).sum().backward()

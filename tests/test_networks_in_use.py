@@ -1,17 +1,20 @@
 """What training and serving have around a network: wrappers, files, autocast, states, dicts and objects."""
 
+import functools
 import threading
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import deephoyer as dh
 from deephoyer.export import load_masks
 from deephoyer.inference import plain_attention
 from deephoyer.structure import compact_report
 from deephoyer.structure.equality import same
+from deephoyer.widths import sides_of
 from small_networks import Net, half_of, largest_gap, linears, numbers
 
 
@@ -180,6 +183,17 @@ def test_tensors_in_an_object_of_any_class_are_outputs_of_the_network():
     assert torch.allclose(net(x)[0].aux.map[0], small(x)[0].aux.map[0])
 
 
+def test_a_state_in_a_plain_dict_is_an_output_like_any_other():
+    def forward(net, x):
+        h = net.a(x).relu()
+        return {"state": net.b(h), "reward": net.c(net.b(h))}
+
+    net, x = Net(forward, **linears(a=(6, 8), b=(8, 8), c=(8, 1))), numbers(3, 6)
+    small = half_of(net, x)
+    assert small.a.out_features < 8
+    assert torch.allclose(net(x)["state"], small(x)["state"])
+
+
 def test_compaction_within_autocast_compares_in_full_precision():
     net, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4)), torch.randn(8, 64)
     with torch.autocast("cpu", torch.bfloat16):
@@ -229,3 +243,78 @@ def test_a_quantized_network_is_refused_in_a_line():
     quantization.quantize_(net, quantization.Int8WeightOnlyConfig())
     with pytest.raises(dh.UserError, match=r"0.weight is a .*: compact the network before it is quantized"):
         dh.compact(net, torch.randn(2, 64))
+
+
+def test_a_model_whose_forward_holds_on_to_the_model_itself_is_refused():
+    """A copy would compute with the original's weights, whatever was taken out of it."""
+    net, x = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).double(), numbers(3, 4)
+    plain = net.forward
+    net.forward = lambda x: 2 * plain(x)
+    with pytest.raises(dh.UserError, match=r"still computes with the original's 0\.weight"):
+        dh.Coupled(net, x)
+    del net.forward
+    net[0].forward = functools.partial(lambda layer, x: F.linear(x, 2 * layer.weight), net[0])
+    small = half_of(net, x)
+    assert small[2].in_features == 4 and largest_gap(net(x), small(x)) < 1e-12
+
+
+@pytest.mark.parametrize("wrapped", [lambda block: torch.compile(block, backend="eager"), checkpoint_wrapper])
+def test_blocks_that_are_compiled_or_checkpointed_lose_channels(wrapped, tmp_path):
+    def fresh():
+        torch.manual_seed(0)
+        block = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+        return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), wrapped(block), nn.ReLU(), nn.Linear(8, 2)).double()
+
+    net, x = fresh(), numbers(3, 4)
+    groups = dh.Coupled(net, x)
+    assert [unit.names for unit in groups.units()][1] == ["2.0.weight", "2.0.bias", "2.2.weight"]
+    assert {"0.weight", "2.0.weight", "2.2.weight", "4.weight"} <= set(sides_of(groups))
+    dh.prune(net, dh.Density(0.5), groups=groups)
+    small = dh.compact(net, x, groups=groups)
+    assert small[0].out_features == 4 and largest_gap(net(x), small(x)) < 1e-12
+    dh.save(small, tmp_path / "small.safetensors")
+    assert torch.equal(dh.load(tmp_path / "small.safetensors", model=fresh())(x), small(x))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")
+def test_channels_beside_a_scripted_module_go_and_its_own_stay():
+    def forward(net, x):
+        return net.c(F.relu(net.b(F.relu(net.scripted(net.a(x))))))
+
+    scripted = torch.jit.script(nn.Linear(8, 8).double())
+    net, x = Net(forward, scripted=scripted, **linears(a=(4, 8), b=(8, 16), c=(16, 2))), numbers(3, 4)
+    assert "module 'scripted' is scripted by torch.jit" in str(dh.explain(net, x))
+    small = half_of(net, x)
+    assert (small.a.out_features, small.c.in_features) == (8, 8) and largest_gap(net(x), small(x)) < 1e-12
+    torch.optim.SGD(small.parameters(), 0.1)  # takes leaves only
+    assert all(parameter.requires_grad for parameter in small.parameters())
+
+
+def test_a_model_that_takes_one_example_but_not_several_is_refused_in_a_line():
+    net = Net(lambda net, x: net.b(net.a(x).relu().view(1, 8)), **linears(a=(4, 8), b=(8, 2)))
+    with pytest.raises(dh.UserError, match="the model can't be run on the example inputs: shape"):
+        dh.Coupled(net, numbers(3, 4))
+
+
+def masked(net, x):
+    net.a.weight.data *= net.mask  # as PixelCNN has it
+    return net.b(net.a(x).relu())
+
+
+def limited(net, x):
+    net.a.weight.data = torch.renorm(net.a.weight.data, p=2, dim=0, maxnorm=0.5)  # as EEGNet has it
+    return net.b(net.a(x).relu())
+
+
+@pytest.mark.parametrize("forward", [masked, limited])
+def test_a_network_that_changes_its_weights_while_it_runs_is_left_as_it_was(forward):
+    net, x = Net(forward, **linears(a=(6, 16), b=(16, 2))), numbers(3, 6)
+    net.register_buffer("mask", (numbers(16, 6) > 0).double())
+    before = net.a.weight.detach().clone()
+    groups = dh.Coupled(net, x)
+    assert torch.equal(net.a.weight, before)
+    dh.prune(net, dh.Density(0.5), groups=groups)
+    before = net.a.weight.detach().clone()
+    small = dh.compact(net, x, groups=groups)
+    assert torch.equal(net.a.weight, before)
+    assert small.a.out_features == 8 and largest_gap(net(x), small(x)) < 1e-12

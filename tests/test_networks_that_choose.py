@@ -18,8 +18,11 @@ def test_a_network_that_draws_random_numbers_in_eval_mode_is_compared_with_the_s
         return net.b(F.relu(net.a(x[:, order])))
 
     net, x = Net(forward, **linears(a=(4, 8), b=(8, 2))), numbers(2, 9, 4)
+    before = torch.get_rng_state()
     dh.prune(net, dh.Density(0.5), dh.Coupled(net, x))
+    net.a.bias.data[0] = 1  # a constant to be folded
     assert dh.compact(net, x).a.out_features == 4
+    assert torch.equal(torch.get_rng_state(), before)  # the user's own random numbers stay what they would have been
 
 
 def test_a_detector_that_keeps_the_other_of_two_equal_boxes_is_compacted():

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torchvision.ops import DeformConv2d
 
 import deephoyer as dh
 from small_networks import Net, half_of, largest_gap, linears, numbers
@@ -349,3 +350,92 @@ def test_single_channels_that_the_code_adds_by_itself_stay():
     net.one = nn.Parameter(numbers(1, 1))
     net.o.weight.data[:, [0, 6]], net.p.weight.data[:, [0, 2]] = 0, 0
     assert largest_gap(net(x), dh.compact(net, x)(x)) < 1e-12
+
+
+def global_filters(net, x):  # as GFNet has it
+    h = net.a(x)
+    spectrum = torch.fft.rfft2(h, norm="ortho") * torch.polar(torch.ones_like(net.f), net.f)
+    return net.b(F.relu(h + torch.fft.irfft2(spectrum, s=h.shape[-2:], norm="ortho")))
+
+
+def test_channels_go_through_fourier_transforms_that_run_along_other_dimensions():
+    net, x = Net(global_filters, a=nn.Conv2d(3, 16, 1), b=nn.Conv2d(16, 2, 1)).double(), numbers(2, 3, 6, 6)
+    net.f = nn.Parameter(numbers(16, 6, 4))
+    small = half_of(net, x)
+    assert small.a.out_channels == 8 and small.f.shape == (8, 6, 4)
+    assert largest_gap(net(3 * x), small(3 * x)) < 1e-12
+    mixed = Net(lambda net, x: net.b(torch.fft.fft(net.a(x)).real), **linears(a=(4, 8), b=(8, 2)))
+    with pytest.raises(dh.UserError, match="_fft_r2c in the model itself"):
+        dh.Coupled(mixed, numbers(3, 4)).units()
+
+
+@pytest.mark.parametrize("laid_out", ["expanded", "repeated", "a buffer of that length"])
+def test_channels_that_are_blurred_one_by_one_go(laid_out):
+    def forward(net, x):
+        h, kernel = F.relu(net.a(x)), net.kernel
+        if laid_out == "expanded":
+            kernel = kernel.expand(h.shape[1], -1, -1, -1)
+        elif laid_out == "repeated":
+            kernel = kernel.repeat(h.shape[1], 1, 1, 1)
+        return net.b(F.conv2d(h, kernel, padding=1, stride=2, groups=h.shape[1]))
+
+    net, x = Net(forward, a=nn.Conv2d(3, 16, 1), b=nn.Conv2d(16, 2, 1)).double(), numbers(2, 3, 8, 8)
+    times = 16 if laid_out == "a buffer of that length" else 1
+    net.register_buffer("kernel", numbers(1, 1, 3, 3).repeat(times, 1, 1, 1))
+    small = half_of(net, x)
+    assert small.a.out_channels == 8 and largest_gap(net(x), small(x)) < 1e-12
+
+
+def test_channels_that_only_a_buffer_reads_go_when_they_are_zero():
+    def forward(net, x):
+        return net.b(torch.cos(F.relu(net.a(x)) @ net.random))
+
+    net, x = Net(forward, **linears(a=(4, 16), b=(20, 2))), numbers(3, 4)
+    net.register_buffer("random", numbers(16, 20))
+    small = half_of(net, x)
+    assert small.random.shape == (8, 10) and small.a.out_features == 8
+    assert largest_gap(net(x), small(x)) < 1e-12
+    net.a.bias.data[:] = 1
+    assert dh.compact(net, x).a.out_features == 16
+
+
+def test_channels_with_a_scale_in_a_buffer_that_may_not_be_zero_go():
+    def forward(net, x):
+        return net.b(torch.tanh(net.a(x) / net.width))
+
+    net, x = Net(forward, **linears(a=(4, 16), b=(16, 2))), numbers(3, 4)
+    net.register_buffer("width", numbers(16).abs() - 2)
+    small = half_of(net, x)
+    assert len(small.width) == 8 and largest_gap(net(x), small(x)) < 1e-12
+
+
+def test_a_slice_that_is_only_a_template_holds_no_channels():
+    def forward(net, t, x):  # a time beside the channels, as neural differential equations have it
+        h = F.relu(net.a(x))
+        h = h + net.b(torch.cat([torch.ones_like(h[:, :1]) * t, h], 1))
+        return net.c(h + net.noise * h.new_zeros(h[:, :1].shape))
+
+    net, x = Net(forward, **linears(a=(4, 12), b=(13, 12), c=(12, 2))), (torch.tensor(0.5), numbers(3, 4))
+    net.noise = nn.Parameter(numbers(12))
+    small = half_of(net, x)
+    assert small.b.weight.shape == (6, 7) and largest_gap(net(*x), small(*x)) < 1e-12
+    used = Net(lambda net, x: net.c(net.a(x)) * net.a(x)[:, :1], **linears(a=(4, 12), c=(12, 2)))
+    with pytest.raises(dh.UserError, match="the model itself \\(Net\\) takes channels by their position"):
+        dh.Coupled(used, numbers(3, 4)).units()
+
+
+def test_channels_of_a_deformable_convolution_go():
+    def forward(net, x):
+        h = F.relu(net.a(x))
+        return net.c(F.relu(net.b(h, net.where(h), net.mask(h).sigmoid())))
+
+    layers = {"a": nn.Conv2d(3, 16, 1), "b": DeformConv2d(16, 12, 3, padding=1), "c": nn.Conv2d(12, 2, 1)}
+    where, mask = (nn.Conv2d(16, outputs, 3, padding=1) for outputs in (18, 9))
+    net, x = Net(forward, where=where, mask=mask, **layers).double(), numbers(2, 3, 8, 8)
+    small = half_of(net, x)
+    assert small.b.weight.shape == (6, 8, 3, 3) and small.where.weight.shape == (18, 8, 3, 3)
+    larger = numbers(1, 3, 9, 12)
+    assert largest_gap(net(larger), small(larger)) < 1e-12
+    net.a.weight.data[:4] = 0  # constants to be looked for: its kernel takes no NaN for a place
+    net.a.bias.data[:4] = 1
+    assert largest_gap(net(larger), dh.compact(net, x)(larger)) < 1e-12

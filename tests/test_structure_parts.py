@@ -15,7 +15,7 @@ import deephoyer as dh
 from deephoyer.structure.asked_sizes import asked_sizes
 from deephoyer.structure.attention import NarrowAttention, opened
 from deephoyer.structure.channels import ChannelGraph
-from deephoyer.structure.equality import Differs, answers, compare, error, same
+from deephoyer.structure.equality import Differs, answers, compare, error, same, tolerance
 from deephoyer.structure.fold_constants import fold
 from deephoyer.structure.inputs import random_like
 from deephoyer.structure.joints import Gather, merged
@@ -46,6 +46,12 @@ def test_what_is_filled_is_what_a_comparison_with_zero_says():
         for dim in range(tensor.dim()):
             plain = [bool((tensor.select(dim, i) != 0).any()) for i in range(tensor.shape[dim])]
             assert filled(tensor, dim).tolist() == plain
+
+
+def test_complex_numbers_are_compared_by_both_of_their_parts():
+    one = torch.complex(torch.ones(3), torch.ones(3))
+    assert error(one, one) == 0.0 and error(one, one.conj()) == 2.0
+    assert error(one, one + 1e-6j) < tolerance(one) == tolerance(one.real)
 
 
 def test_the_error_leaves_out_what_is_infinite_in_both_and_is_infinite_otherwise():
@@ -250,15 +256,23 @@ def gated(h):
     return a * b.sigmoid()
 
 
+def turned_in_place(h):
+    before = h.detach()
+    h.transpose_(1, 2).unsqueeze_(0)
+    h.squeeze_(0)
+    return before + h.transpose_(1, 2)
+
+
 @pytest.mark.parametrize(
     "middle, width, channels",
     [
         (lambda h: torch.roll(h, 2, 1), 6, 6),
         (lambda h: h.flip([1]), 6, 6),
         (gated, 3, 3),
+        (turned_in_place, 6, 6),
         (lambda h: h.unbind(1)[0][:, None], 6, 6),
     ],
-    ids=["rolled", "flipped", "split", "unbound"],
+    ids=["rolled", "flipped", "split", "turned", "unbound"],
 )
 def test_channels_are_followed_through_what_moves_other_dimensions(middle, width, channels):
     torch.manual_seed(0)

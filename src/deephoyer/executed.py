@@ -47,6 +47,8 @@ def _open(model: nn.Module, counting: _Counting) -> Iterator[None]:
     """Says which module is at work; torch's fused transformer layers, which hide their products, are taken apart."""
     hooks: list[Any] = []
     for name, module in named_modules(model):
+        if isinstance(module, torch.jit.ScriptModule):
+            continue  # which takes no hooks
         hooks.append(module.register_forward_pre_hook(lambda m, args, name=name: counting.inside.append(name)))
         hooks.append(module.register_forward_hook(lambda m, args, y: counting.inside.__delitem__(-1), always_call=True))
     try:

@@ -98,15 +98,15 @@ def at_rest(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def outside_modes(function: Callable[P, T]) -> Callable[P, T]:
-    """Runs what follows tensors through a network outside of `torch.inference_mode()`, which would hide operations, and
-    of `torch.autocast`, whose rounding would look like a difference.
+    """Runs what follows tensors through a network outside of `torch.inference_mode()` and of what was compiled, which
+    would hide operations, and of `torch.autocast`, whose rounding would look like a difference.
 
     Tensors that were made in inference mode are copied.
     """
 
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
-        with torch.inference_mode(False), _no_autocast():
+        with torch.inference_mode(False), _no_autocast(), torch.compiler.set_stance("force_eager"):
             positional, named = pytree.tree_map(_copied, (args, kwargs))
             return function(*positional, **named)
 
@@ -147,11 +147,22 @@ def same_start(model: nn.Module) -> Iterator[None]:
     """Within it a network starts as it does every time: it draws the same random numbers, and what it writes into its
     buffers and attributes (a hidden state, the range of what it has seen) is gone afterwards.
     """
+    with same_numbers(model), state_kept(model.modules()):
+        yield
+
+
+@contextmanager
+def same_numbers(model: nn.Module) -> Iterator[None]:
+    """Within it a network draws the same random numbers every time; those that are drawn afterwards don't change.
+
+    >>> before = torch.get_rng_state()
+    >>> with same_numbers(nn.Linear(1, 1)):
+    ...     _ = torch.rand(1)
+    >>> torch.equal(torch.get_rng_state(), before)
+    True
+    """
     place = device_of(model)
-    with (
-        torch.random.fork_rng([place] if place.type == "cuda" else [], device_type="cuda"),
-        state_kept(model.modules()),
-    ):
+    with torch.random.fork_rng([place] if place.type == "cuda" else [], device_type="cuda"):
         torch.manual_seed(0)
         yield
 

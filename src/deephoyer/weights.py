@@ -176,13 +176,20 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     checkpointing fits the module that was wrapped.
     """
     for name, tensor in unwrap(model).named_parameters(remove_duplicate=False):
-        yield _plain(name), tensor
+        yield plain_name(name), tensor
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """All modules under the names they have in the plain module, whatever it is wrapped in; shared ones repeated."""
     for name, module in unwrap(model).named_modules(remove_duplicate=False):
-        yield _plain(f"{name}.").removesuffix("."), module
+        yield plain_name(f"{name}.").removesuffix("."), module
+
+
+def hookable_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """All modules that take a hook, which scripted ones don't."""
+    for name, module in model.named_modules():
+        if not isinstance(module, torch.jit.ScriptModule):
+            yield name, module
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -231,7 +238,12 @@ def _refuse_unusable(name: str, tensor: Tensor) -> None:
         )
 
 
-def _plain(name: str) -> str:
+def plain_name(name: str) -> str:
+    """The name of a parameter in the plain module, whatever that and the modules in it are wrapped in.
+
+    >>> plain_name("blocks.0._orig_mod.weight")
+    'blocks.0.weight'
+    """
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
     return name
@@ -242,7 +254,7 @@ def _default(model: nn.Module, computed: bool = False) -> dict[str, tuple[Tensor
     found: dict[str, tuple[Tensor, tuple[int, int, int]]] = {}
     for prefix, module in named_modules(model):
         for name, place in _places(module).items():
-            tensor = getattr(module, name, None) if computed else module._parameters.get(name)
+            tensor = getattr(module, name, None) if computed else dict(module._parameters.items()).get(name)
             if isinstance(tensor, Tensor):
                 found[f"{prefix}.{name}".removeprefix(".")] = (tensor, place)
     return found or _matrices(model)
@@ -304,7 +316,7 @@ def _by_its_sizes(module: nn.Module) -> dict[str, tuple[int, int, int]]:
 
     Hugging Face's `Conv1D` is a linear layer with its matrix transposed and calls its outputs `nf`.
     """
-    weight = module._parameters.get("weight")
+    weight = dict(module._parameters.items()).get("weight")  # of a scripted module it is no dict
     if weight is None or is_lazy(weight) or weight.dim() != 2:
         return {}
     for out, into in (("out_features", "in_features"), ("out_channels", "in_channels")):

@@ -20,7 +20,7 @@ from deephoyer.executed import executed
 from deephoyer.inference import Examples
 from deephoyer.rules import Scores
 from deephoyer.structure import Coupled
-from deephoyer.weights import all_weights
+from deephoyer.weights import all_weights, plain_name
 
 Live = Mapping[str, int]
 """How many channels are left of each set, by the set's name."""
@@ -103,7 +103,7 @@ def sides_of(groups: Coupled) -> dict[str, dict[int, Side]]:
         held = torch.bincount(owners[owners >= 0], minlength=len(free)).tolist()
         of_sets = {one.name: n / len(one.channels) for one, n in zip(free, held, strict=True) if n}
         if of_sets:
-            found.setdefault(name, {})[dim] = Side(len(channels), float((owners < 0).sum()), of_sets)
+            found.setdefault(plain_name(name), {})[dim] = Side(len(channels), float((owners < 0).sum()), of_sets)
     return found
 
 
@@ -113,8 +113,8 @@ def rows_of(groups: Coupled) -> dict[str, float]:
     sides = sides_of(groups)
     matrices = {name for name, tensor in groups.model.named_parameters(remove_duplicate=False) if tensor.dim() >= 2}
     for name, dim in groups.graph.writes:
-        if name in matrices and dim in sides.get(name, {}):
-            for one, each in sides[name][dim].of_sets.items():
+        if name in matrices and dim in sides.get(plain_name(name), {}):
+            for one, each in sides[plain_name(name)][dim].of_sets.items():
                 found[one] += each
     return {name: rows or 1.0 for name, rows in found.items()}
 
@@ -139,8 +139,8 @@ def parameters_cost(groups: Coupled) -> WidthCost:
     sides = sides_of(groups)
     terms, constant = [], 0.0
     for name, tensor in groups.model.named_parameters():
-        if name in sides:
-            terms.append(_product(tensor.numel(), list(sides[name].values())))
+        if (plain := plain_name(name)) in sides:
+            terms.append(_product(tensor.numel(), list(sides[plain].values())))
         else:
             constant += tensor.numel()
     return WidthCost("parameters", widths_of(groups), terms, constant)

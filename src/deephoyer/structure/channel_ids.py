@@ -48,6 +48,7 @@ class Labels:
         self._starts: list[int] = []
         self._places: list[Place] = []
         named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+        self._buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
         for name, tensor in named:
             self.set_constant(tensor)
             if tensor.is_floating_point():
@@ -97,6 +98,11 @@ class Labels:
         return id(tensor) in self._own and not isinstance(tensor, nn.Parameter)
 
     # What is part of the network, or made of nothing else.
+
+    def is_of_buffer(self, axis: Tensor) -> bool:
+        """Whether an axis of a weight comes from a buffer."""
+        place = self.place_of(axis)
+        return place is not None and place[0] in self._buffers
 
     def set_constant(self, tensor: Tensor) -> None:
         self._constants[id(tensor)] = tensor

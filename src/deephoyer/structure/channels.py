@@ -119,7 +119,7 @@ class ChannelGraph:
     their new number of heads though something is computed from it. The channels of `norms` may go only if they are
     zero, not if they are merely read by nobody; so may those that are `summed` without weights. Slices at `directions`
     are divided by their own length and go as they are, since zero has none. Along the places that are `aligned` a
-    kernel wants a multiple of `ALIGNMENT` channels.
+    kernel wants a multiple of `ALIGNMENT` channels. A network that `changes_weights` while it runs has its own to run.
     """
 
     places: dict[Place, Tensor] = field(default_factory=dict)
@@ -140,6 +140,7 @@ class ChannelGraph:
     sizes: set[SizeRule] = field(default_factory=set)
     updated: set[str] = field(default_factory=set)
     exact: bool = True
+    changes_weights: bool = False
     rounding: torch.dtype = torch.float64
     norms: dict[str, tuple[RmsNorm, Tensor]] = field(default_factory=dict)
     count: int = 0
@@ -171,6 +172,14 @@ class ChannelGraph:
         stays = torch.zeros(self.count, dtype=torch.bool)
         stays[list(self.fixed)] = True
         return sum(int((~stays[channels]).sum()) for channels in self.places.values())
+
+    def quiet(self) -> Tensor:
+        """The channels that may go only if they are zero, since they or their squares are added up."""
+        found = torch.zeros(self.count, dtype=torch.bool)
+        found[list(self.summed)] = True
+        for _, channels in self.norms.values():
+            found[channels] = True
+        return found
 
     def sets(self) -> list[ChannelSet]:
         """The channels by where they lie, in the order of the network; fixed ones in sets of their own."""

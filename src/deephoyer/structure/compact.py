@@ -172,8 +172,9 @@ def _compacted(
     report = CompactReport(parameters_before=_count(model), exact=graph.exact)
     dead = dead_channels(model, graph)
     gone = spare_last(graph, dead)
+    copied = clean_copy if graph.changes_weights else shared_copy
     if not folds or (torch.equal(dead, gone) and not _constants(model, graph, dead)):
-        small = shared_copy(model)
+        small = copied(model)
         take_out(small, graph, gone)
         own_parameters(small, model)
         changed = bool(gone.any())
@@ -195,7 +196,7 @@ def _compacted(
     proven = any(one.reason is None for one in report.sets)  # where no set was tried, nothing was compared yet
     if changed or report.joints or not proven:  # else it is a copy
         alive = alive_outputs(model, graph, dead, gone)
-        whole = shared_copy(model)
+        whole = copied(model)
         report.error = same(whole, small, example_inputs, alive, exact=graph.exact, rounding=graph.rounding)
     report.parameters_after = _count(small)
     _settle(small, model)
@@ -218,14 +219,15 @@ def dead_channels(model: nn.Module, graph: ChannelGraph) -> Tensor:
     dims: dict[str, list[int]] = {}
     for name, dim in graph.places:
         dims.setdefault(name, []).append(dim)
-    readers = {place: (place[0], dims[place[0]]) for place in graph.places if place in graph.reads}
-    quiet = torch.zeros(graph.count, dtype=torch.bool)  # those that must be zero, since they or their squares are added
-    quiet[list(graph.summed)] = True
-    for name, (_, channels) in graph.norms.items():
-        quiet[channels] = True
+    # A buffer that reads channels is never zero where it does: they must be.
+    read_by = {place for place in graph.reads if place[0] in dict(model.named_buffers(remove_duplicate=False))}
+    readers = {place: (place[0], dims[place[0]]) for place in graph.places if place in graph.reads - read_by}
+    quiet = graph.quiet()
+    for name in graph.norms:
         dims.pop(f"{name}.weight" if name else "weight", None)  # which only scales
     for name, dim in graph.places:
-        if name in dims and name not in graph.wirings and bool(quiet[graph.places[name, dim]].any()):
+        made = name in dims and name not in graph.wirings and (name, dim) not in read_by
+        if made and bool(quiet[graph.places[name, dim]].any()):
             readers.setdefault((name, dim), (name, dims[name]))
     readers |= {(name, IN): (name, [OUT, IN]) for name in graph.wirings}
     reads: dict[Place, Tensor] = {}

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from deephoyer.errors import UserError, true_or_false
@@ -23,12 +24,12 @@ from deephoyer.inference import Examples, call, outside_modes, plain_attention, 
 from deephoyer.sharded import is_sharded
 from deephoyer.structure.channels import ChannelGraph, ChannelSet, Place
 from deephoyer.structure.equality import Differs, Outputs, all_nan, compare, drawn_answers
-from deephoyer.structure.follow import CannotFollow, follow
+from deephoyer.structure.follow import CannotFollow, ChangesWeights, follow
 from deephoyer.structure.inputs import one_sample, tensors_in
 from deephoyer.structure.layers import CONV, LINEAR, filled, kind_of
 from deephoyer.structure.remove import alive_outputs, homes_of, remove, replace_tensor, spare_last, tensor_of, zero
 from deephoyer.structure.sizes import Setting, apply_sizes, learn_sizes
-from deephoyer.weights import CONVOLUTIONS, TRANSPOSED, Weight, all_weights, with_values
+from deephoyer.weights import CONVOLUTIONS, TRANSPOSED, Weight, all_weights, plain_name, with_values
 
 
 class Coupled(Grouping):
@@ -118,8 +119,8 @@ class Coupled(Grouping):
         if name in self._stacked:  # by rows or columns of all matrices, as the other groups on it
             experts, rows = tensor.shape[:2]
             bins = bins.repeat(experts) if dim else bins.repeat_interleave(rows)
-            return [Slices(name, tensor, tuple(tensor.shape), (0, dim or 1), bins)]
-        return [Slices.along(name, tensor, dim, 1, bins)]
+            return [Slices(plain_name(name), tensor, tuple(tensor.shape), (0, dim or 1), bins)]
+        return [Slices.along(plain_name(name), tensor, dim, 1, bins)]
 
 
 class Heads(Coupled):
@@ -169,8 +170,18 @@ def proven(model: nn.Module, inputs: Examples, exact: bool = True) -> ChannelGra
     """The channel graph of a model, less what a trial removal shows to be wrong."""
     model = shared_copy(model)
     woken = _wake(model)
-    graph, outputs, sample = _followed(model, inputs, exact)
-    graph.sample = sample
+    before = [(p, p.data) for p in model.parameters() if not is_traceable_wrapper_subclass(p)]
+    try:
+        graph, outputs, sample = _followed(model, inputs, exact)
+        changes = any(p.data_ptr() != data.data_ptr() for p, data in before)
+    except ChangesWeights:
+        changes = True
+    if changes:
+        for p, data in before:
+            p.data = data
+        model = clean_copy(model)
+        graph, outputs, sample = _followed(model, inputs, exact, shared=False)
+    graph.sample, graph.changes_weights = sample, changes
     if any(t.is_floating_point() and t.numel() and not t.abs().amax() < 1e6 for t in outputs):
         for parameter in woken:  # for which it is not made: in a deep one that was pruned they add up to infinity
             parameter.detach().zero_()
@@ -190,15 +201,18 @@ def proven(model: nn.Module, inputs: Examples, exact: bool = True) -> ChannelGra
     raise CannotFollow("coupled: the model's channels can't be worked out; give an inner module instead.")
 
 
-def _followed(model: nn.Module, inputs: Examples, exact: bool) -> tuple[ChannelGraph, list[Tensor], Examples]:
+def _followed(
+    model: nn.Module, inputs: Examples, exact: bool, shared: bool = True
+) -> tuple[ChannelGraph, list[Tensor], Examples]:
     """The graph by one sample, where the model takes one; else by the inputs (the first sizes of some are no batch)."""
     sample = one_sample(inputs)
+    copied = shared_copy if shared else clean_copy
     if sample is not inputs:
         with suppress(CannotFollow):
-            graph, outputs = follow(shared_copy(model), sample, exact=exact)
+            graph, outputs = follow(copied(model), sample, exact, shared)
             if not uncalled(model, graph):
                 return graph, outputs, sample
-    return *follow(shared_copy(model), inputs, exact=exact), inputs
+    return *follow(copied(model), inputs, exact, shared), inputs
 
 
 def uncalled(model: nn.Module, graph: ChannelGraph) -> list[str]:
@@ -231,9 +245,33 @@ def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
                 f"{name} is a {type(tensor).__name__}: compact the network before it is quantized or sharded."
             )
     try:
-        return copy.deepcopy(model, memo).eval()
+        with (
+            torch.no_grad()
+        ):  # or parameters of scripted modules would be computed from those that they are copied from
+            copied = copy.deepcopy(model, memo).eval()
     except Exception as why:
         raise UserError(f"the model can't be copied (copy.deepcopy): {why}") from why
+    for old, new in zip(model.parameters(), copied.parameters(), strict=False):
+        if new.requires_grad != old.requires_grad:
+            new.requires_grad_(old.requires_grad)
+    return copied
+
+
+class OnItsOwn(TorchFunctionMode):
+    """Refuses a copy that computes with parameters of the network that it is a copy of."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._theirs = {id(parameter): name for name, parameter in model.named_parameters()}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in tensors_in((args, kwargs)):
+            if (name := self._theirs.get(id(tensor))) is not None:
+                raise UserError(
+                    f"a copy of the model still computes with the original's {name}: a function that was put in the "
+                    "place of a forward, or a hook, holds on to a module. Make it a method, or a functools.partial."
+                )
+        return func(*args, **(kwargs or {}))
 
 
 LOSE = slice(None, None, 2), slice(1, None, 3), slice(1, None, 4)
@@ -260,9 +298,11 @@ def _try(model: nn.Module, graph: ChannelGraph, sets: Trial, inputs: Examples, l
 
     small = zeroed()
     inside: Outputs | None = [] if learn and graph.exact else None
-    drawn, before = drawn_answers(small, inputs, 1, inside)
+    with OnItsOwn(model) if learn else nullcontext():
+        drawn, before = drawn_answers(small, inputs, 1, inside)
     if all_nan(before):
         raise UserError("the model gives nothing but NaN, so there is nothing to compare.")
+    learn |= any(rule.attribute is None for rule in graph.sizes)  # which code may compute from what was taken out
     take_out(small, graph, dead, learn)  # from the same copy: a large network is there twice, not three times
     alive = alive_outputs(model, graph, dead, dead)
     compare(before, small, drawn, zeroed, alive, graph.exact, graph.rounding, inside)

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from deephoyer.errors import UserError
-from deephoyer.inference import Examples, call, same_start
+from deephoyer.inference import Examples, call, same_start, try_call
 from deephoyer.structure.inputs import drawn_like, outputs_in, tensors_in
 from deephoyer.structure.layers import channel_dim, kind_of
 from deephoyer.structure.ties import Choices, ChosenAlike
+from deephoyer.weights import hookable_modules
 
 MISTAKE = 100
 """A mistake in the structure differs by this many times what rounding may, where it happens; outputs may hide it."""
@@ -33,12 +34,12 @@ class Differs(UserError):
 
 def error(a: Tensor, b: Tensor) -> float:
     """The largest difference, relative to the scale of `a`; infinite where shapes or NaNs differ."""
-    a, b = a.detach(), b.detach()
+    a, b = (torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in (a.detach(), b.detach()))
     if a.shape != b.shape or a.dtype != b.dtype:
         return float("inf")
     if a.numel() == 0:
         return 0.0
-    if not (a.is_floating_point() or a.is_complex()):
+    if not a.is_floating_point():
         return 0.0 if torch.equal(a, b) else float("inf")
     scale, gap = a.abs().max().double(), (a.double() - b.double()).abs().max()
     if not gap.isfinite():  # infinity or NaN, in either
@@ -51,7 +52,7 @@ def error(a: Tensor, b: Tensor) -> float:
 
 
 def tolerance(*tensors: Tensor) -> float:
-    return max((TOLERANCE.get(t.dtype, 0.0) for t in tensors), default=0.0)
+    return max((TOLERANCE.get(t.dtype.to_real(), 0.0) for t in tensors), default=0.0)
 
 
 Matter = dict[str, tuple[Tensor, Tensor]]
@@ -85,11 +86,11 @@ def answers(model: nn.Module, inputs: Examples, inside: Outputs | None = None) -
         if inside is not None:
             inside.clear()
             with same_start(model), module_hooks(model, lambda name, tensor: inside.append((name, tensor.clone()))):
-                outputs = outputs_in(call(model, inputs))
+                outputs = outputs_in(try_call(model, inputs))
             if not hooks_change(model):
                 return outputs
         with same_start(model):
-            return outputs_in(call(model, inputs))
+            return outputs_in(try_call(model, inputs))
 
 
 def drawn_answers(
@@ -203,7 +204,7 @@ def _run(model: nn.Module, inputs: Examples) -> Any:
 def _where_it_fails(model: nn.Module, inputs: Examples) -> str:
     stack: list[str] = []
     hooks = []
-    for name, module in model.named_modules():
+    for name, module in hookable_modules(model):
         hooks.append(module.register_forward_pre_hook(lambda m, a, name=name: stack.append(name)))
         hooks.append(module.register_forward_hook(lambda m, a, y: stack.__delitem__(-1)))
     try:
@@ -266,7 +267,7 @@ class ModuleComparison:
 def module_hooks(model: nn.Module, receive: Callable[[str, Tensor], None]) -> Iterator[None]:
     """Calls `receive` with the name and output of each module, in the order of the calls."""
     handles = []
-    for name, module in model.named_modules():
+    for name, module in hookable_modules(model):
 
         def hook(module: nn.Module, args: Any, output: Any, name: str = name) -> None:
             for tensor in tensors_in(output)[:1]:

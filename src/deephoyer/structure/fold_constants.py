@@ -19,7 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from deephoyer.errors import first_line
-from deephoyer.inference import Examples, UncheckedOneHot, call, plain_attention, state_kept, unchecked_distributions
+from deephoyer.inference import (
+    Examples,
+    UncheckedOneHot,
+    call,
+    plain_attention,
+    same_numbers,
+    state_kept,
+    unchecked_distributions,
+)
 from deephoyer.structure.equality import Differs
 from deephoyer.structure.inputs import drawn_like, other_sizes, random_like, tensors_in
 from deephoyer.structure.layers import (
@@ -35,6 +43,7 @@ from deephoyer.structure.layers import (
     nonzero,
 )
 from deephoyer.structure.taint import Unknown
+from deephoyer.weights import hookable_modules
 
 LARGE = 1000.0
 """For the second witness: gates may open only beyond a bound (`torch.where(x > 4, …)`)."""
@@ -54,7 +63,8 @@ def fold(model: nn.Module, inputs: Examples) -> Folded:
     result = Folded()
     witness = _Witness(model)
     wirings = [module for module in model.modules() if kind_of(module) is WIRING]  # which are changed on the way
-    with torch.no_grad(), plain_attention, state_kept(m for m in model.modules() if m not in wirings):
+    others = (module for module in model.modules() if module not in wirings)
+    with torch.no_grad(), plain_attention, same_numbers(model), state_kept(others):
         try:
             witness.run(inputs)
         except Exception as why:
@@ -118,7 +128,7 @@ class _Witness:
         calls: dict[str, int] = {}
         seen = dict(self.range)
         hooks = [
-            m.register_forward_hook(self._look(n, calls, seen), with_kwargs=True) for n, m in model.named_modules()
+            m.register_forward_hook(self._look(n, calls, seen), with_kwargs=True) for n, m in hookable_modules(model)
         ]
         try:
             call(model, inputs)

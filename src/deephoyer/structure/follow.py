@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
 from deephoyer.errors import UserError, first_line
@@ -23,6 +23,7 @@ from deephoyer.inference import (
     call,
     plain_attention,
     plain_recurrence,
+    same_numbers,
     unchecked_distributions,
 )
 from deephoyer.structure import operations, products
@@ -43,7 +44,7 @@ from deephoyer.structure.channel_ids import Labels
 from deephoyer.structure.channels import IN, OUT, Blocks, ChannelGraph, Place
 from deephoyer.structure.inputs import outputs_in, tensors_in
 from deephoyer.structure.layers import WIRING, kind_of
-from deephoyer.structure.operations import LAYS_OUT, Operation, Rule
+from deephoyer.structure.operations import LAYS_OUT, TEMPLATES, Operation, Rule
 from deephoyer.structure.rms import RmsNorm, rms_norm
 from deephoyer.structure.sizes import Setting, SizedCall, SizeRule, counts_heads, mark_settings
 
@@ -52,8 +53,17 @@ class CannotFollow(UserError):
     """The network's channels can't be worked out; the message names the module."""
 
 
-def follow(model: nn.Module, inputs: Examples, exact: bool = True) -> tuple[ChannelGraph, list[Tensor]]:
-    """The channels of a model in eval mode, and its outputs; the model must be a copy, since its numbers are marked."""
+class ChangesWeights(CannotFollow):
+    """The network writes into its own parameters while it runs, and so must have its own."""
+
+
+def follow(
+    model: nn.Module, inputs: Examples, exact: bool = True, shared: bool = True
+) -> tuple[ChannelGraph, list[Tensor]]:
+    """The channels of a model in eval mode, and its outputs; the model must be a copy, since its numbers are marked.
+
+    Parameters that it `shared` with another are not written into.
+    """
     arguments(inputs)
     if (given := tensors_in(inputs)) and not any(t.numel() for t in given):
         raise UserError("example inputs: there is no number in them, so nothing could be compared; give one example.")
@@ -61,7 +71,7 @@ def follow(model: nn.Module, inputs: Examples, exact: bool = True) -> tuple[Chan
     turned: frozenset[int] = frozenset()
     best: tuple[ChannelGraph, list[Tensor]] | None = None
     while True:  # as a rule once, and twice more where heads are not called so: for queries and keys, then for values
-        graph, outputs, wrong = _followed(model, inputs, given, exact, turned)
+        graph, outputs, wrong = _followed(model, inputs, given, exact, turned, shared)
         if best is None or graph.free() > best[0].free():
             best = graph, outputs
         if not wrong:
@@ -70,16 +80,16 @@ def follow(model: nn.Module, inputs: Examples, exact: bool = True) -> tuple[Chan
 
 
 def _followed(
-    model: nn.Module, inputs: Examples, given: list[Tensor], exact: bool, turned: frozenset[int]
+    model: nn.Module, inputs: Examples, given: list[Tensor], exact: bool, turned: frozenset[int], shared: bool
 ) -> tuple[ChannelGraph, list[Tensor], frozenset[int]]:
     """The graph, the outputs, and the views of which it took the wrong dimension for channels."""
-    follower = Follower(model, exact, turned)
+    follower = Follower(model, exact, turned, shared)
     for tensor in given:
         if not tensor.is_floating_point() and not tensor.is_complex():
             follower.n.set_discrete(tensor)
     with torch.no_grad(), plain_attention, plain_recurrence, unchecked_distributions, UncheckedOneHot():
         try:
-            with Asking(follower.asks), follower:
+            with same_numbers(model), Asking(follower.asks), follower:
                 outputs = call(model, inputs)
         except CannotFollow:
             raise
@@ -103,7 +113,9 @@ def _followed(
 class Follower(TorchDispatchMode):
     """Sees every operation, and knows in which module it happens."""
 
-    def __init__(self, model: nn.Module, exact: bool, turned: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self, model: nn.Module, exact: bool, turned: frozenset[int] = frozenset(), shared: bool = True
+    ) -> None:
         super().__init__()
         self.n = Labels(model, exact, turned)
         self._operations = 0
@@ -121,6 +133,11 @@ class Follower(TorchDispatchMode):
         self._modules = dict(model.named_modules())
         self._wirings: dict[str, tuple[Tensor, Tensor]] = {}
         self._norms: dict[str, tuple[RmsNorm, Tensor]] = {}
+        self._shared = {
+            p.untyped_storage().data_ptr()
+            for p in model.parameters()
+            if shared and p.numel() and not is_traceable_wrapper_subclass(p)
+        }
         self._whole: dict[int, Tensor] = {}  # whole numbers and masks that were computed
         self._hooks: list[RemovableHandle] = []
         for name, module in self._modules.items():
@@ -141,7 +158,12 @@ class Follower(TorchDispatchMode):
         tensors = tensors_in(out)
         if func in SLICES:
             bounds = [(dim, bound) for dim, start, stop in slices_of(*args) for bound in (start, stop)]
-            whole = [(dim, self._lying(args[0], dim)) for dim, _ in bounds]
+            # A single place is the code's own: where its numbers are used, all stay (`operations.takes`).
+            whole = [
+                (dim, [] if stop - start == 1 else self._lying(args[0], dim))
+                for dim, start, stop in slices_of(*args)
+                for _ in (start, stop)
+            ]
             lying = [[rows[:bound] for rows in lie] for (_, bound), (_, lie) in zip(bounds, whole, strict=True)]
             cuts = [
                 (bound, args[0].dim() - dim, args[0].shape[dim], lie)
@@ -172,7 +194,9 @@ class Follower(TorchDispatchMode):
     # Modules.
 
     def _hook(self, name: str, module: nn.Module) -> None:
-        if isinstance(module, torch.jit.ScriptModule):
+        if isinstance(module, torch.jit.ScriptModule):  # it takes no hooks, and no tensors of other sizes
+            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                self.n.fix([tensor], f"module {name!r} is scripted by torch.jit")
             return
         wiring = kind_of(module) is WIRING
         norm = None if wiring else rms_norm(module)
@@ -182,6 +206,8 @@ class Follower(TorchDispatchMode):
             self._stack.append(name)
             self._counter.enter(name)
             self._asleep += opaque
+            if opaque:
+                self.n.use(tensors_in((args, kwargs)))
 
         def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             with torch._C.DisableTorchFunction():  # or what is done here would be counted among the network's calls
@@ -274,6 +300,9 @@ class Follower(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        written = tensors_in(args[:1]) if self._shared and func._schema.is_mutable else ()
+        if any(tensor.untyped_storage().data_ptr() in self._shared for tensor in written):
+            raise ChangesWeights(f"{self.where()} writes into a parameter of the network.")
         if self._asleep:
             out = func(*args, **kwargs)
             self._note_rounding(tensors_in(out))
@@ -290,7 +319,8 @@ class Follower(TorchDispatchMode):
     def _account(self, op: Operation) -> None:
         """Labels what the operation gave."""
         n = self.n
-        n.use(op.given)
+        if op.name not in TEMPLATES:
+            n.use(op.given)
         for tensor in op.given:
             if id(tensor) not in self._whole and not tensor.is_floating_point() and not n.is_discrete(tensor):
                 n.set_constant(tensor)  # a list in an index, of which no operation was seen
@@ -303,7 +333,7 @@ class Follower(TorchDispatchMode):
         elif op.given and all(n.is_constant(t) or n.is_discrete(t) for t in op.given):
             for tensor in op.outs:
                 n.set_discrete(tensor)
-        if op.name == "convolution":
+        if op.name in ("convolution", "deform_conv2d"):
             n.of(op.args[1], dims=2)  # the places of a kernel are no channels
         if op.outs and not any(t.numel() for t in op.outs) and not all(t.numel() for t in op.given):
             n.fix(op.given, f"nothing comes to {op.where} for these examples")
@@ -356,8 +386,9 @@ class Follower(TorchDispatchMode):
     def _note_rounding(self, tensors: list[Tensor]) -> None:
         """The coarsest type on the way: Hugging Face's norms compute in float32, whatever they are given."""
         for tensor in tensors:
-            if tensor.is_floating_point() and torch.finfo(tensor.dtype).eps > torch.finfo(self.n.rounding).eps:
-                self.n.rounding = tensor.dtype
+            numbers = tensor.is_floating_point() or tensor.is_complex()
+            if numbers and torch.finfo(tensor.dtype).eps > torch.finfo(self.n.rounding).eps:
+                self.n.rounding = tensor.dtype.to_real()
 
     def _note(self, module: str, op: Operation) -> None:
         """Which channels a module's own operations see, for when its sizes prove to be fixed."""

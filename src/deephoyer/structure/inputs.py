@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from deephoyer.inference import Examples
 
 REMEMBERED = ("past_key_values", "mems", "state", "encoder_past_key_values")
-"""Keys under which language models give back what they would compute again otherwise, head by head."""
+"""Where Hugging Face's language models give back what they would compute again otherwise, head by head."""
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
@@ -29,11 +29,12 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 
 def outputs_in(tree: Any) -> list[Tensor]:
-    """The tensors that a network computes for its user: all but what it remembers for the next token.
+    """The tensors that a network computes for its user: all but what Hugging Face's remember for the next token.
 
-    An object of another kind (a distribution, a result with attributes) may hold some, too.
+    In a plain dict a "state" is an output like any other. An object of another kind (a distribution, a result with
+    attributes) may hold some, too.
     """
-    if isinstance(tree, Mapping):
+    if isinstance(tree, Mapping) and hasattr(tree, "__dataclass_fields__"):
         tree = {key: value for key, value in tree.items() if key not in REMEMBERED}
     return tensors_in(pytree.tree_map(_attributes, tree))
 
@@ -117,7 +118,8 @@ def random_like(
         if not isinstance(leaf, Tensor) or leaf.numel() == 0:
             return leaf
         if leaf.is_floating_point() or leaf.is_complex():
-            drawn = scale * torch.randn(leaf.shape, generator=generator, dtype=torch.float64)
+            wide = torch.complex128 if leaf.is_complex() else torch.float64
+            drawn = scale * torch.randn(leaf.shape, generator=generator, dtype=wide)
             return drawn.to(device=leaf.device, dtype=leaf.dtype)
         if leaf.dtype == torch.bool:
             return torch.rand(leaf.shape, generator=generator).to(leaf.device) < 0.5 if bold else leaf

@@ -72,7 +72,8 @@ def same_place(n: Labels, op: Operation) -> None:
 
 def transposes(n: Labels, op: Operation) -> None:
     rest = op.args[1:]
-    n.set(op.out, [op.func(axis, *rest, **op.kwargs) for axis in n.of(op.args[0])])
+    # Done to a view of each axis, which stays what it is for other tensors where this is in place.
+    n.set(op.out, [op.func(axis.detach(), *rest, **op.kwargs) for axis in n.of(op.args[0])])
 
 
 def squeezes(n: Labels, op: Operation) -> None:
@@ -80,6 +81,8 @@ def squeezes(n: Labels, op: Operation) -> None:
     x = op.args[0]
     given = op.argument("dim", 1)
     dims = range(x.dim()) if given is None else [given] if isinstance(given, int) else given
+    if op.name == "squeeze_" and given is not None:  # x has fewer dimensions already
+        return n.set(x, [axis.squeeze(tuple(dims)) if axis.dim() > x.dim() else axis for axis in n.of(x)])
     gone = tuple(d % x.dim() for d in dims if x.dim() and x.shape[d] == 1)
     n.set(op.out, [axis.squeeze(gone) for axis in n.of(x)])
 
@@ -147,7 +150,8 @@ def takes(n: Labels, op: Operation) -> None:
     """
     x, dim = op.args[0], op.argument("dim", 1, 0) % op.args[0].dim()
     step = op.argument("step", 4, 1) if op.name == "slice" else 1
-    axes = []
+    axes: list[Tensor] = []
+    taken: list[Tensor] = []
     for axis in n.of(x):
         if axis.shape[dim] == 1:
             axes.append(axis.select(dim, 0) if op.name == "select" else axis)
@@ -158,10 +162,11 @@ def takes(n: Labels, op: Operation) -> None:
             if 1 < step == x.shape[dim] // op.out.shape[dim] and x.shape[dim] % step == 0:
                 n.tie(axis.unflatten(dim, (-1, step)), dim + 1)
             elif alone or not told:
-                n.joined.fix(axis, f"{op.where} takes channels by their position")
+                taken.append(axis)
             elif n.is_constant(x) and x.dim() > 1 and op.out.numel():  # a table; biases are sliced to be changed
                 n.take(x, axis, dim, op.func(torch.arange(x.shape[dim]), 0, *op.args[2:], **op.kwargs), op.where)
         axes.append(op.func(axis, *op.args[1:], **op.kwargs))
+    n.mix(taken, op.outs, f"{op.where} takes channels by their position")
     n.set(op.out, axes)
 
 
@@ -475,6 +480,14 @@ def orders(n: Labels, op: Operation) -> None:
         n.set(tensor, axes)
 
 
+def transforms(n: Labels, op: Operation) -> None:
+    """Fourier transforms: along their dimensions each place depends on all others, along the rest on none."""
+    x, dims = op.args[0], [d % op.args[0].dim() for d in op.args[1]]
+    lying = [axis for axis in n.of(x) if any(n.varies(axis, d) for d in dims)]
+    n.mix(lying, op.outs, _may_mix(op))
+    n.set(op.out, [shortened(n, axis, dims) for axis in n.of(x) if not any(axis is its for its in lying)])
+
+
 def shuffles_pixels(n: Labels, op: Operation) -> None:
     """Channels become pixels, or pixels channels: those of one square go together."""
     x, r = op.args[0], int(op.args[1]) ** 2
@@ -572,7 +585,7 @@ def reads_regions(n: Labels, op: Operation) -> None:
 SPATIAL = ("max_pool", "avg_pool", "adaptive_", "_adaptive_", "upsample_", "_upsample_", "reflection_", "replication_")
 
 _RULES: tuple[tuple[Rule, str], ...] = (
-    (same_place, "clone detach alias contiguous lift_fresh _to_copy dropout"),
+    (same_place, "clone detach alias contiguous lift_fresh _to_copy dropout _conj _neg_view"),
     (transposes, "permute transpose t unsqueeze"),
     (squeezes, "squeeze"),
     (expands, "expand"),
@@ -588,12 +601,13 @@ _RULES: tuple[tuple[Rule, str], ...] = (
     (restrides, "as_strided"),
     (pads, "constant_pad_nd"),
     (pointwise, "hardswish _prelu_kernel native_dropout copy masked_fill where"),
-    (pointwise, "zeros_like ones_like full_like empty_like"),
+    (pointwise, "zeros_like ones_like full_like empty_like complex polar"),
     (draws, "randn_like rand_like randint_like bernoulli normal multinomial poisson exponential uniform"),
     # In place these have no tag in torch 2.9.
     (pointwise, "hardtanh leaky_relu elu gelu mish hardsigmoid celu selu threshold rrelu"),
     (reduces, "mean sum amax amin max min var std norm linalg_vector_norm logsumexp prod var_mean any all"),
     (orders, "_softmax softmax _safe_softmax _log_softmax log_softmax cumsum cumprod sort topk argsort argmax argmin"),
+    (transforms, "_fft_r2c _fft_c2r _fft_c2c"),
     (samples, "grid_sampler_2d grid_sampler_3d"),
     (shuffles_pixels, "pixel_shuffle pixel_unshuffle"),
     (gates, "glu"),
@@ -602,6 +616,10 @@ _RULES: tuple[tuple[Rule, str], ...] = (
     (reads_regions, "roi_align roi_pool"),
 )
 RULES: dict[str, Rule] = {name: rule for rule, names in _RULES for name in names.split()}
+
+_TEMPLATES = "new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like"
+TEMPLATES = frozenset(_TEMPLATES.split())
+"""What is given a tensor for its shape or its type, not for its numbers."""
 
 _LAYS_OUT = """permute transpose t squeeze unsqueeze expand view _unsafe_view reshape _reshape_alias clone detach alias
 contiguous _to_copy slice select split split_with_sizes chunk unbind index index_select"""

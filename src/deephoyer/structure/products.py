@@ -48,7 +48,9 @@ def read(n: Labels, op: Operation, x: Tensor, x_dim: int, w: Tensor, w_dim: int)
         for dim, axes in ((x_dim, mine), (w_dim, theirs)):
             for axis in axes:
                 n.joined.join(first, n.line(axis, dim))
-        note_reads(n, *((w, theirs) if n.is_weight(w) else (x, mine)))  # of two weights one that is zero is enough
+        # Of two weights one that is zero is enough: a parameter, which can be.
+        its_own = n.is_weight(w) and not (n.is_weight(x) and any(n.is_of_buffer(axis) for axis in theirs))
+        note_reads(n, *((w, theirs) if its_own else (x, mine)))
     elif mine or theirs:
         weight = n.is_weight(w if theirs else x)
         for axis in mine or theirs:
@@ -59,14 +61,28 @@ def read(n: Labels, op: Operation, x: Tensor, x_dim: int, w: Tensor, w_dim: int)
 
 
 def note_reads(n: Labels, tensor: Tensor, axes: list[Tensor]) -> None:
-    if n.is_weight(tensor):
-        n.reads.update(place for axis in axes if (place := n.place_of(axis)) is not None)
+    """A weight reads these channels; a buffer as well, but nobody makes zeros of it: they must be zero themselves."""
+    for axis in axes if n.is_weight(tensor) else ():
+        if (place := n.place_of(axis)) is not None:
+            n.reads.add(place)
+            if n.is_of_buffer(axis):
+                n.summed.append(axis)
 
 
 def note_writes(n: Labels, tensor: Tensor, read_dim: int) -> None:
     """A weight makes the channels along the dimensions that it isn't read along."""
     if n.is_weight(tensor):
         n.writes.update(place for axis in n.across(tensor, read_dim) if (place := n.place_of(axis)) is not None)
+
+
+def multiplies_by_vector(n: Labels, op: Operation) -> None:
+    """A matrix or a vector times a vector, whose channels are read."""
+    left, right = op.args[-2:]
+    read(n, op, left, left.dim() - 1, right, 0)
+    parts: list[Part] = [(list(op.out.shape), [axis.squeeze(-1) for axis in n.across(left, -1) if left.dim() == 2])]
+    if op.name == "addmv" and not n.is_made(op.args[0]):
+        parts.append((list(op.args[0].shape), n.of(op.args[0])))
+    n.set(op.out, meet(n, parts, op.where))
 
 
 def applies(n: Labels, op: Operation) -> None:
@@ -110,14 +126,16 @@ def convolves(n: Labels, op: Operation) -> None:
     made: list[Tensor] = []
     if groups == 1:
         read(n, op, x, 1, w, in_dim)
-    elif (line := _channels(n, x)) is None or not n.is_weight(w):
+    elif (line := _channels(n, x)) is not None and _one_kernel_for_all(n, w, groups, len(line)):
+        made = [line]
+    elif line is None or not n.is_weight(w):
         n.fix([x, w], "network input" if n.is_weight(w) else f"{op.where} computes its weight")
     elif transposed:
         made = _transposed_in_groups(n, op, line, w, groups)
     else:
         _in_groups(n, op, line, w, groups)
     shape = [-1 if d == 1 else 1 for d in range(op.out.dim())]
-    if groups == 1 or not transposed:
+    if groups == 1 or not (transposed or made):
         made = [n.line(axis, out_dim) for axis in n.of(w) if axis.shape[out_dim] > 1]
     passed = [axis for axis in n.across(x, 1) if not any(s > 1 for s in axis.shape[2:])]
     flat = [1, op.out.shape[1]] + [1] * (op.out.dim() - 2)
@@ -125,6 +143,21 @@ def convolves(n: Labels, op: Operation) -> None:
     if bias is not None:
         parts.append((flat, [axis.view(shape) for axis in n.of(bias)]))
     n.set(op.out, meet(n, parts, op.where))
+
+
+def convolves_where_told(n: Labels, op: Operation) -> None:
+    """A deformable convolution: where it looks is computed for each place, alike for all channels."""
+    x, w, offset, mask, bias = op.args[:5]
+    weight_groups, offset_groups = op.args[11:13]
+    if weight_groups != 1 or offset_groups != 1:
+        return mixes(n, op)
+    for tensor in (offset, mask):
+        for axis in n.of(tensor):
+            n.joined.fix(axis, f"{op.where} takes its places from them")
+    read(n, op, x, 1, w, 1)
+    flat, shape = [1, op.out.shape[1], 1, 1], [1, -1, 1, 1]
+    made = [n.line(axis, 0).view(shape) for axis in n.of(w) if axis.shape[0] > 1]
+    n.set(op.out, meet(n, [(flat, made), (flat, [axis.view(shape) for axis in n.of(bias)])], op.where))
 
 
 def _channels(n: Labels, x: Tensor) -> Tensor | None:
@@ -135,6 +168,12 @@ def _channels(n: Labels, x: Tensor) -> Tensor | None:
     for axis in found[1:]:
         n.joined.join(first, n.line(axis, 1))
     return first
+
+
+def _one_kernel_for_all(n: Labels, w: Tensor, groups: int, ins: int) -> bool:
+    """Whether each channel is convolved by itself with a kernel that is laid out for as many as there are."""
+    laid_out = w.stride(0) == 0 or n.is_new(w)
+    return groups == ins == w.shape[0] and w.shape[1] == 1 and laid_out and not n.along(w, 0)
 
 
 def by_blocks(groups: int, ins: int, outs: int) -> bool:
@@ -158,7 +197,7 @@ def _in_groups(n: Labels, op: Operation, ins: Tensor, w: Tensor, groups: int) ->
         n.joined.join(whole, whole[:, :1])
         for axis in columns:
             n.joined.fix(axis, "whole groups go")
-        n.in_blocks(place[0], "groups", len(outs) // groups, groups, n.owner(w) is None)
+        n.in_blocks(place[0], "groups", len(outs) // groups, groups, n.owner(w) is None or len(ins) == groups)
         return
     for half in (outs.view(groups, -1), ins.view(groups, -1)):
         n.joined.join(half, half[:1])
@@ -316,9 +355,11 @@ def _whole_heads(n: Labels, tensor: Tensor) -> None:
 
 _RULES: tuple[tuple[Rule, str], ...] = (
     (multiplies, "mm bmm addmm baddbmm"),
+    (multiplies_by_vector, "mv addmv dot vdot"),
     (applies, "linear"),
     (multiplies_by_expert, "_grouped_mm"),
     (convolves, "convolution"),
+    (convolves_where_told, "deform_conv2d"),
     (
         normalises_batch,
         "native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training cudnn_batch_norm "

@@ -33,7 +33,11 @@ SIZES: dict[str, dict[str, Place]] = {
 
 
 def zero(model: nn.Module, graph: ChannelGraph, dead: Tensor) -> None:
-    """Sets all slices of the dead channels (a boolean for each) to zero; running statistics stay."""
+    """Sets all slices of the dead channels (a boolean for each) to zero.
+
+    Buffers, which no pruning changes (statistics, the knots of splines), stay but where channels are added up.
+    """
+    quiet = dead & graph.quiet()
     with torch.no_grad():
         for (name, dim), channels in graph.places.items():
             gone = dead[channels]
@@ -41,9 +45,11 @@ def zero(model: nn.Module, graph: ChannelGraph, dead: Tensor) -> None:
                 continue
             if name in graph.wirings:
                 _unwire(model.get_submodule(name), dim, gone)
-            elif not name.rpartition(".")[2].startswith("running_"):
-                tensor = tensor_of(model, name)
-                tensor.index_fill_(dim, torch.nonzero(gone).flatten().to(tensor.device), 0)
+                continue
+            tensor = tensor_of(model, name)
+            if not isinstance(tensor, nn.Parameter):
+                gone = quiet[channels]
+            tensor.index_fill_(dim, torch.nonzero(gone).flatten().to(tensor.device), 0)
 
 
 def remove(model: nn.Module, graph: ChannelGraph, dead: Tensor) -> None:

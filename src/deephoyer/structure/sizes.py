@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from deephoyer.structure.asked_sizes import SLICES, Asking, Call, CallCounter, with_sizes, written_bounds
 from deephoyer.structure.narrowed import narrowed, set_size
+from deephoyer.weights import hookable_modules
 
 
 class Setting(int):
@@ -203,10 +204,9 @@ def learn_sizes(
 @contextmanager
 def _counted(model: nn.Module, counter: CallCounter) -> Iterator[None]:
     hooks = []
-    for name, module in model.named_modules():
-        if not isinstance(module, torch.jit.ScriptModule):
-            hooks.append(module.register_forward_pre_hook(lambda m, a, name=name: counter.enter(name)))
-            hooks.append(module.register_forward_hook(lambda m, a, y: counter.leave()))
+    for name, module in hookable_modules(model):
+        hooks.append(module.register_forward_pre_hook(lambda m, a, name=name: counter.enter(name)))
+        hooks.append(module.register_forward_hook(lambda m, a, y: counter.leave()))
     try:
         yield
     finally:
