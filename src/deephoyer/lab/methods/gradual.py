@@ -29,7 +29,7 @@ class GradualMagnitude(Method):
         self.scope = Density(1.0, scope).scope
 
     def begin(self, stage: Stage) -> None:
-        self.stage, self.step = stage, stage.steps_done
+        self.stage, self.step = stage.of_layers(), stage.steps_done
         self.last = max(1, round(self.until * stage.epochs * stage.steps))
         self.end_density = min(1.0, SPARE * share("gradual-magnitude", None, stage))
 

@@ -8,7 +8,7 @@ know nothing of runs: they see a `Stage`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -67,6 +67,13 @@ class Stage:
     @property
     def steps_done(self) -> int:
         return self.epoch * self.steps + self.step
+
+    def of_layers(self) -> Stage:
+        """The same without biases and norms among the parameters: a target's share of weights does not count them."""
+        if self.parameters is None:
+            return self
+        weights = find_weights(self.model, self.parameters)
+        return replace(self, parameters=[w.name for w in weights if w.tensor.dim() > 1])
 
     def units(self) -> list[Unit]:
         weights = find_weights(self.model, self.parameters)

@@ -273,8 +273,13 @@ class Run:
             keep=(target.density or target.live) if target else None,
             masks=self.masks,
             cut=lambda done, score: pruned(self, done, score),
-            hold=self.hold,
+            hold=self._hold_other,
         )
+
+    def _hold_other(self, masks: Masks) -> None:
+        """A method changes what is there: epochs before this had another network, and none of them is selected."""
+        self.hold(masks)
+        self.state.best, self.state.best_epoch = -1.0, 0
 
     @cached_property
     def teachers(self) -> Teachers:
