@@ -337,6 +337,21 @@ def test_a_file_that_a_later_stage_needs_is_missed_before_the_first_one_trains(t
     assert not list((tmp_path / "run").glob("checkpoints/*"))
 
 
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ("prune.parameters=fc9*", r"prune\.parameters: no parameter matches 'fc9\*'"),
+        ("regularize.parameters=['!fc9*', 'x*']", r"regularize\.parameters: no parameter matches 'x\*'"),
+        ("method=gradual-magnitude", r"method gradual-magnitude: .* Use prune\.target\.density"),
+        ("method=admm", r"method admm: .* Set its keep, the share of groups to keep, or use prune\.target\.density"),
+    ],
+)
+def test_a_slip_in_a_later_stage_is_told_before_the_first_one_trains(tmp_path, change, told):
+    with pytest.raises(dh.UserError, match=told):
+        Run(recipe.read("demo", [change, "data.limit=100"]), tmp_path / "run").execute()
+    assert not list((tmp_path / "run").glob("*.safetensors"))
+
+
 def test_a_run_that_has_begun_goes_on_without_the_file_it_began_with(tmp_path, whole):
     start = tmp_path / "start.safetensors"
     checkpoint.write_tensors(start, whole.model.state_dict())

@@ -99,6 +99,9 @@ class Method:
 
     # Before training
 
+    def check(self, stage: Stage) -> None:
+        """Called before the first stage of a run: refuses a recipe that lacks what the method needs later."""
+
     def begin(self, stage: Stage) -> None:
         """Called when a stage begins, or is resumed at `stage.epoch`; `tensors` are then those of the checkpoint."""
 
@@ -150,14 +153,12 @@ class Method:
         self.tensors = dict(tensors)
 
 
-def share(method: str, value: float | None, stage: Stage) -> float:
-    """The share of groups that a method keeps: its own setting, or the recipe's target."""
-    keep = stage.keep if value is None else value
+def share(method: str, stage: Stage, *own: float | None) -> float:
+    """The share of groups that a method keeps: its own setting, where it has one, or the recipe's target."""
+    keep = next((value for value in own if value is not None), stage.keep)
     if keep is None:
-        raise UserError(
-            f"method {method}: needs the final size while it trains. Set its keep, the share of groups to keep, or use "
-            "prune.target.density."
-        )
+        setting = "Set its keep, the share of groups to keep, or use" if own else "Use"
+        raise UserError(f"method {method}: needs the final size while it trains. {setting} prune.target.density.")
     return keep
 
 

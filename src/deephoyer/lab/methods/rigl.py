@@ -33,6 +33,9 @@ class RigL(Method):
         self.move = portion("rigl", "move", move) or 0.0
         self.every = positive_whole(every, "method rigl: every")
 
+    def check(self, stage: Stage) -> None:
+        share("rigl", stage)
+
     def begin(self, stage: Stage) -> None:
         self.stage, self.units, self.step = stage, stage.of_layers().units(), stage.steps_done
         self.last_epoch = math.ceil(0.75 * stage.epochs)
@@ -40,7 +43,7 @@ class RigL(Method):
         self.growth: list[Tensor] = []
         self.masks = stage.masks
         if self.masks is None:
-            shares = densities(self.units, min(1.0, SPARE * share("rigl", None, stage)))
+            shares = densities(self.units, min(1.0, SPARE * share("rigl", stage)))
             draws = torch.Generator().manual_seed(stage.seed)
             keep = [at_random(unit, part, draws) for unit, part in zip(self.units, shares, strict=True)]
             self._hold(keep)
