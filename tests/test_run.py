@@ -309,6 +309,15 @@ def test_a_dense_training_is_a_run_that_can_be_shown_opened_and_found(tmp_path):
     assert any("differs on 0 of 10,000 test images" in line for line in said)
 
 
+def test_every_network_in_a_runs_folder_says_its_model_and_data(copied, command, whole):
+    status, said, _ = command("evaluate", copied / "dense.safetensors")
+    assert status == 0 and f"top-1 {whole.state.accuracy['dense']:.2%}".replace("%", " %") in said
+    alone = copied.parent / "alone.safetensors"
+    shutil.copy(copied / "dense.safetensors", alone)
+    assert "does not say what data it is for" in command("evaluate", alone, "model=lenet-300-100")[2]
+    assert "does not say which model it holds" in command("summary", alone)[2]
+
+
 def test_a_run_and_the_dense_network_that_it_is_timed_beside_lie_in_one_memory_format(tmp_path):
     run = Run(recipe.read("paper/lenet-5", ["data={name: mnist, limit: 200}", "device=cpu"]), tmp_path)
     run.prepare()
