@@ -106,6 +106,7 @@ def test_cp_gives_a_recipe_that_runs(command, tmp_path):
         (["run", "demo", "regularize.penalty=hoyer_sq"], "Did you mean 'hoyer-square'?"),
         (["run", "missing.yaml"], "can't be read"),
         (["run", "demo", "device=cuda:7"], "does not exist"),
+        (["evaluate", "nowhere", "--device", "gpu"], "'gpu' is not a device: it is auto, cpu, cuda"),
         (["list", "penaltys"], "Did you mean 'penalties'?"),
         (["show", "nowhere"], "folder of a finished run"),
         (["cp", "demo", "no/such/folder.yaml"], "can't be written"),

@@ -13,6 +13,7 @@ import deephoyer as dh
 from deephoyer.lab import models, recipe
 from deephoyer.lab.methods import METHODS
 from deephoyer.lab.schema import TITLES
+from deephoyer.lab.train.evaluate import Correct
 from deephoyer.lab.train.loop import TrainingLoop
 from deephoyer.lab.train.run import METHOD_FILE, Run
 from deephoyer.lab.train.step import CapturedStep
@@ -73,6 +74,13 @@ def test_every_method_is_one_override_and_a_run_with_it_resumes_bit_for_bit(tmp_
     assert same(weights(again), weights(whole))
     assert 0.1 < whole.masks.density <= 0.41 and all(p.isfinite().all() for p in whole.model.parameters())
     assert whole.state.accuracy["finetuned"] > 0.15
+
+
+def test_no_epoch_is_selected_whose_network_had_other_weights_than_the_stage_ends_with(tmp_path, monkeypatch):
+    falling = iter(range(100, 0, -1))  # the first epoch would be the best one
+    monkeypatch.setattr("deephoyer.lab.train.loop.Correct.read", lambda counts, data: Correct(next(falling), None, 100))
+    run = Run(tiny("rigl", "pretrain.epochs=4", "regularize=null"), tmp_path).execute()
+    assert run.state.selected["pretrain"] == 4, "weights move until the fourth epoch"
 
 
 def test_a_run_with_a_method_from_the_command_line(command):

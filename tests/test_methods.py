@@ -479,9 +479,35 @@ def test_rigl_moves_the_smallest_weights_to_the_largest_gradients_and_no_others(
 @given(st.integers(2, 40), st.floats(0, 1), st.integers(0, 2**31))
 def test_a_move_keeps_the_number_of_weights(count, part, seed):
     draws = torch.Generator().manual_seed(seed)
-    worth, growth = (torch.rand(count, generator=draws) for _ in range(2))
-    worth = worth.where(torch.rand(count, generator=draws) < 0.5, torch.zeros(()))
-    assert moved(worth, growth, part).sum() == (worth > 0).sum()
+    worth, growth, place = (torch.rand(count, generator=draws) for _ in range(3))
+    active = place < 0.5
+    worth = worth.where(active & (growth < 0.9), torch.zeros(()))  # some that are new have had no gradient yet
+    assert moved(active, worth, growth, part).sum() == active.sum()
+
+
+def test_rigl_keeps_as_many_weights_though_no_gradient_reaches_some_that_are_new():
+    model = net()
+    stage, held = stage_of(model, name="pretrain", keep=0.4, epochs=8, steps=5)
+    method = RigL(move=0.9, every=1)
+    method.begin(stage)
+    for _ in range(3):
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        method.after_backward()
+        method.after_step()
+    assert [m.density for m in held] == [held[0].density] * 4
+
+
+@pytest.mark.parametrize(("method", "steps"), [(RigL(every=1), 1), (GradualMagnitude(until=0.1, every=1), 4)])
+def test_biases_are_not_counted_as_weights_of_a_target_and_stay(method, steps):
+    model = net()
+    stage, held = stage_of(model, keep=0.3, epochs=8, steps=5, parameters="*")
+    method.begin(stage)
+    for _ in range(steps):
+        method.after_backward()
+        method.after_step()
+    assert not [name for name in held[-1] if name.endswith("bias")]
+    assert held[-1].density == pytest.approx(1.05 * 0.3, abs=0.02)
 
 
 @given(st.floats(0.01, 1))

@@ -129,6 +129,7 @@ def test_a_recipe_extends_another_key_by_key_and_null_takes_away(tmp_path):
     ("text", "told"),
     [
         ("extends: mine.yaml", "extends itself"),
+        ("extends: folder/../mine.yaml", "extends itself"),
         ("extends: lenet-5-bets", "is not a recipe"),
         ("extends: [demo]", "not the name of a recipe"),
         ("extends: demo\nfinetune: {epoch: 3}", "finetune: 'epoch' is not a key"),
@@ -137,6 +138,7 @@ def test_a_recipe_extends_another_key_by_key_and_null_takes_away(tmp_path):
 def test_an_extension_that_leads_nowhere_is_told(tmp_path, monkeypatch, text, told):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.yaml").write_text(text)
+    (tmp_path / "folder").mkdir()
     with pytest.raises(dh.UserError, match=told) as error:
         recipe.read("mine.yaml")
     assert len(str(error.value).splitlines()) <= 2
@@ -228,6 +230,10 @@ def test_an_override_reaches_anything_in_the_recipe():
         ("regularize.strength=-1", "regularize.strength", "0 or more"),
         ("regularize.strength=.nan", "regularize.strength", "finite"),
         ("regularize.strength={filters: 1}", "regularize", "elements"),
+        ("regularize.strength=yes", "regularize.strength", "should be a number; it is True"),
+        ("regularize.strength={elements: yes}", "regularize.strength", "should be a number"),
+        ("pretrain.epochs=on", "pretrain.epochs", "should be a number; it is True"),
+        ("prune.groups=elements+elements", "prune.groups", "each once"),
         ("regularize.epoch=3", "regularize", "epochs"),
         ("prune.target={macs:0.5}", "prune.target", "a space after a colon"),
         ("prune.value=-2", "prune", "0 or more"),

@@ -336,6 +336,15 @@ def test_a_dense_training_is_a_run_that_can_be_shown_opened_and_found(tmp_path):
     assert any("differs on 0 of 10,000 test images" in line for line in said)
 
 
+def test_every_network_in_a_runs_folder_says_its_model_and_data(copied, command, whole):
+    status, said, _ = command("evaluate", copied / "dense.safetensors")
+    assert status == 0 and f"top-1 {whole.state.accuracy['dense']:.2%}".replace("%", " %") in said
+    alone = copied.parent / "alone.safetensors"
+    shutil.copy(copied / "dense.safetensors", alone)
+    assert "does not say what data it is for" in command("evaluate", alone, "model=lenet-300-100")[2]
+    assert "does not say which model it holds" in command("summary", alone)[2]
+
+
 def test_a_run_and_the_dense_network_that_it_is_timed_beside_lie_in_one_memory_format(tmp_path):
     run = Run(recipe.read("paper/lenet-5", ["data={name: mnist, limit: 200}", "device=cpu"]), tmp_path)
     run.prepare()
@@ -362,6 +371,21 @@ def test_a_file_that_a_later_stage_needs_is_missed_before_the_first_one_trains(t
     with pytest.raises(dh.UserError, match=r"(start|teachers): there is no file a\.safetensors"):
         Run(recipe.read("demo", [change]), tmp_path / "run").execute()
     assert not list((tmp_path / "run").glob("checkpoints/*"))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ("prune.parameters=fc9*", r"prune\.parameters: no parameter matches 'fc9\*'"),
+        ("regularize.parameters=['!fc9*', 'x*']", r"regularize\.parameters: no parameter matches 'x\*'"),
+        ("method=gradual-magnitude", r"method gradual-magnitude: .* Use prune\.target\.density"),
+        ("method=admm", r"method admm: .* Set its keep, the share of groups to keep, or use prune\.target\.density"),
+    ],
+)
+def test_a_slip_in_a_later_stage_is_told_before_the_first_one_trains(tmp_path, change, told):
+    with pytest.raises(dh.UserError, match=told):
+        Run(recipe.read("demo", [change, "data.limit=100"]), tmp_path / "run").execute()
+    assert not list((tmp_path / "run").glob("*.safetensors"))
 
 
 def test_a_run_that_has_begun_goes_on_without_the_file_it_began_with(tmp_path, whole):

@@ -90,6 +90,9 @@ def _has(registry: Any, choice: Choice) -> None:
 
 def _groups(registry: Any, choices: Choices) -> None:
     """A grouping that needs the network's graph can't be made yet: only the names of its settings are checked."""
+    kinds = [named(choice)[0] for choice in several(choices)]
+    if len(set(kinds)) < len(kinds) or not kinds:
+        raise UserError(f"{shown(choices)} must name at least one kind of group, and each once.")
     for choice in several(choices):
         name, settings = named(choice)
         if not getattr(registry[name], "needs_graph", False):

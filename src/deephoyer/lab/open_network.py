@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from deephoyer.errors import UserError, shown
-from deephoyer.export import container, load, provenance
+from deephoyer.export import container, load
 from deephoyer.files import plain_file
 from deephoyer.lab import data as datasets
 from deephoyer.lab import models
 from deephoyer.lab import recipe as recipes
 from deephoyer.lab.choices import Choice, named
-from deephoyer.lab.runs import checkpoint
+from deephoyer.lab.runs import checkpoint, find
 from deephoyer.lab.runs.folder import RunFolder
 from deephoyer.lab.schema import TORCH_FILES
 
@@ -37,16 +37,13 @@ def open_network(path: Path, model: Choice | None = None) -> tuple[nn.Module, Te
     """
     path = file_of(path)
     plain = _is_plain(path)
-    if model is None and plain:
-        raise UserError(f"{path} has plain weights and does not name its model; give the model with --model.")
     chosen = model if model is not None else _own_model(path)
     network = models.of(chosen) if model is not None else built_for(path, chosen)
     if plain:
         checkpoint.fill(network, path, "the file")
     else:
         network = load(path, network)
-    recipe = {} if plain else provenance(path).get("recipe")
-    data = recipe.get("data") if isinstance(recipe, Mapping) else None
+    data = find.recipe_of(path).get("data")
     shape = input_shape(chosen, data if isinstance(data, str | dict) else None)
     return network.eval(), torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
 
@@ -123,12 +120,11 @@ def _is_plain(path: Path) -> bool:
 
 
 def _own_model(path: Path) -> Choice:
-    """The model that the file itself says it holds."""
-    recipe = provenance(path).get("recipe")
-    chosen = recipe.get("model") if isinstance(recipe, Mapping) else None
+    """The model that the file says it holds, or the run's recipe beside it."""
+    chosen = find.recipe_of(path).get("model")
     if not isinstance(chosen, str | dict):
         raise UserError(
-            f"{path} does not say which model it holds; give its name with --model. "
+            f"{path} does not say which model it holds; give its name with --model (model=… for evaluate). "
             "A model of your own is loaded in Python: dh.load(path, model=...)."
         )
     return chosen

@@ -170,7 +170,7 @@ def _parsed(text: str, name: str) -> dict[str, Any]:
 
 def _extended(name: str, before: tuple[str, ...] = ()) -> dict[str, Any]:
     """A recipe's content on top of what it extends."""
-    if name in before:
+    if any(_same_file(name, other) for other in before):
         raise UserError(f"recipe {before[0]}: extends itself: {' → '.join((*before, name))}.")
     content = _content(text_of(name), name)
     base = content.pop("extends", None)
@@ -186,6 +186,11 @@ def _extended(name: str, before: tuple[str, ...] = ()) -> dict[str, Any]:
         text = str(why)
         raise UserError(text if text.startswith("recipe ") else f"recipe {name}: extends: {text}") from None
     return _merged({key: value for key, value in under.items() if key not in DESCRIPTIVE}, content)
+
+
+def _same_file(name: str, other: str) -> bool:
+    """Whether two names stand for one recipe; a file has several, like a.yaml and ../here/a.yaml."""
+    return name == other or (Path(name).suffix in (".yaml", ".yml") and Path(name).resolve() == Path(other).resolve())
 
 
 def _merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

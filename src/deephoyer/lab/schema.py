@@ -63,6 +63,13 @@ def ordered(words: str) -> str:
     return shlex.join([base, *sorted(overrides)])
 
 
+def known_device(choice: str) -> str:
+    """The device that a recipe or a command names, refused if there is none of that name."""
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", choice):
+        raise UserError(f"{choice!r} is not a device: it is auto, cpu, cuda, or one GPU's number like cuda:0.")
+    return choice
+
+
 Words = Annotated[str, AfterValidator(ordered)]
 
 
@@ -186,9 +193,7 @@ class Recipe(Part):
     @field_validator("device")
     @classmethod
     def _known_device(cls, choice: str) -> str:
-        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", choice):
-            raise UserError(f"{choice!r} is not a device: it is auto, cpu, cuda, or one GPU's number like cuda:0.")
-        return choice
+        return known_device(choice)
 
     @model_validator(mode="after")
     def _something_to_do(self) -> Recipe:

@@ -6,11 +6,11 @@ Nothing is built or trained here.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from deephoyer.errors import UserError, not_negative, unknown
+from deephoyer.errors import UserError, not_negative, shown, unknown
 from deephoyer.lab.choices import GroupsChoice, PenaltyChoice, RuleChoice, ScoreChoice, named, several
 
 if TYPE_CHECKING:
@@ -21,6 +21,16 @@ class Part(BaseModel):
     """A part of a recipe: no key but those it has, each with what it says."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_number_is_a_yes(cls, value: Any, info: ValidationInfo) -> Any:
+        """YAML reads yes and on as true, which would count as 1."""
+        kind = cls.model_fields[str(info.field_name)].annotation
+        within = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
+        if {int, float} & {kind, *get_args(kind)} and any(isinstance(part, bool) for part in within):
+            raise UserError(f"should be a number; it is {shown(value)} (YAML reads yes and on as true, off as false).")
+        return value
 
 
 class Training(Part):

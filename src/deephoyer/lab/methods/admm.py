@@ -31,9 +31,12 @@ class ADMM(Method):
         self.rho, self.every = positive(rho, "method admm: rho"), positive_whole(every, "method admm: every")
         self.keep, self.scope = portion("admm", "keep", keep), scope
 
+    def check(self, stage: Stage) -> None:
+        share("admm", stage, self.keep)
+
     def begin(self, stage: Stage) -> None:
         self.units = stage.units()
-        self.rule = Density(share("admm", self.keep, stage), self.scope)
+        self.rule = Density(share("admm", stage, self.keep), self.scope)
         self.w = {n: t for unit in self.units for n, t in zip(unit.names, unit.tensors, strict=True)}
         if stage.fresh:
             self.u = {name: torch.zeros_like(w) for name, w in self.w.items()}

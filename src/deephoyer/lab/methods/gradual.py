@@ -28,10 +28,13 @@ class GradualMagnitude(Method):
         self.every = positive_whole(every, "method gradual-magnitude: every")
         self.scope = Density(1.0, scope).scope
 
+    def check(self, stage: Stage) -> None:
+        share("gradual-magnitude", stage)
+
     def begin(self, stage: Stage) -> None:
-        self.stage, self.step = stage, stage.steps_done
+        self.stage, self.step = stage.of_layers(), stage.steps_done
         self.last = max(1, round(self.until * stage.epochs * stage.steps))
-        self.end_density = min(1.0, SPARE * share("gradual-magnitude", None, stage))
+        self.end_density = min(1.0, SPARE * share("gradual-magnitude", stage))
 
     def after_step(self) -> None:
         self.step += 1

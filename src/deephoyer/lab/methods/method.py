@@ -8,7 +8,7 @@ know nothing of runs: they see a `Stage`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -68,6 +68,13 @@ class Stage:
     def steps_done(self) -> int:
         return self.epoch * self.steps + self.step
 
+    def of_layers(self) -> Stage:
+        """The same without biases and norms among the parameters: a target's share of weights does not count them."""
+        if self.parameters is None:
+            return self
+        weights = find_weights(self.model, self.parameters)
+        return replace(self, parameters=[w.name for w in weights if w.tensor.dim() > 1])
+
     def units(self) -> list[Unit]:
         weights = find_weights(self.model, self.parameters)
         return [unit for grouping in groupings(self.groups) for unit in grouping.units(weights)]
@@ -91,6 +98,9 @@ class Method:
         self.tensors: dict[str, Tensor] = {}
 
     # Before training
+
+    def check(self, stage: Stage) -> None:
+        """Called before the first stage of a run: refuses a recipe that lacks what the method needs later."""
 
     def begin(self, stage: Stage) -> None:
         """Called when a stage begins, or is resumed at `stage.epoch`; `tensors` are then those of the checkpoint."""
@@ -143,14 +153,12 @@ class Method:
         self.tensors = dict(tensors)
 
 
-def share(method: str, value: float | None, stage: Stage) -> float:
-    """The share of groups that a method keeps: its own setting, or the recipe's target."""
-    keep = stage.keep if value is None else value
+def share(method: str, stage: Stage, *own: float | None) -> float:
+    """The share of groups that a method keeps: its own setting, where it has one, or the recipe's target."""
+    keep = next((value for value in own if value is not None), stage.keep)
     if keep is None:
-        raise UserError(
-            f"method {method}: needs the final size while it trains. Set its keep, the share of groups to keep, or use "
-            "prune.target.density."
-        )
+        setting = "Set its keep, the share of groups to keep, or use" if own else "Use"
+        raise UserError(f"method {method}: needs the final size while it trains. {setting} prune.target.density.")
     return keep
 
 

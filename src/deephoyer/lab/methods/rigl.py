@@ -14,6 +14,7 @@ from torch import Tensor
 from deephoyer.errors import positive_whole
 from deephoyer.groups import Unit
 from deephoyer.lab.methods.method import SPARE, Method, Stage, kept, portion, share
+from deephoyer.masks import Masks
 from deephoyer.scores import Magnitude, Score, sums
 
 
@@ -32,16 +33,24 @@ class RigL(Method):
         self.move = portion("rigl", "move", move) or 0.0
         self.every = positive_whole(every, "method rigl: every")
 
+    def check(self, stage: Stage) -> None:
+        share("rigl", stage)
+
     def begin(self, stage: Stage) -> None:
-        self.stage, self.units, self.step = stage, stage.units(), stage.steps_done
+        self.stage, self.units, self.step = stage, stage.of_layers().units(), stage.steps_done
         self.last_epoch = math.ceil(0.75 * stage.epochs)
         self.last = self.last_epoch * stage.steps
         self.growth: list[Tensor] = []
-        if stage.masks is None:
-            shares = densities(self.units, min(1.0, SPARE * share("rigl", None, stage)))
+        self.masks = stage.masks
+        if self.masks is None:
+            shares = densities(self.units, min(1.0, SPARE * share("rigl", stage)))
             draws = torch.Generator().manual_seed(stage.seed)
             keep = [at_random(unit, part, draws) for unit, part in zip(self.units, shares, strict=True)]
-            stage.hold(kept(self.units, keep, stage.model))
+            self._hold(keep)
+
+    def _hold(self, keep: list[Tensor]) -> None:
+        self.masks = kept(self.units, keep, self.stage.model)
+        self.stage.hold(self.masks)
 
     def before_epoch(self, epoch: int) -> None:
         if epoch == self.last_epoch:  # what is idle by now goes, and the network gets its final size
@@ -62,29 +71,37 @@ class RigL(Method):
         moves, self.step = self.moves, self.step + 1
         if moves:
             part = self.move / 2 * (1 + math.cos(math.pi * self.step / self.last))
+            assert self.masks is not None
+            there = [groups_in(self.masks, unit) for unit in self.units]
             worth = [Magnitude().of(unit) for unit in self.units]
-            keep = [moved(r, g, part) for r, g in zip(worth, self.growth, strict=True)]
-            self.stage.hold(kept(self.units, keep, self.stage.model))
+            self._hold([moved(a, r, g, part) for a, r, g in zip(there, worth, self.growth, strict=True)])
 
     def score(self, stage: Stage) -> Score:
         return Magnitude()
 
 
-def moved(worth: Tensor, growth: Tensor, part: float) -> Tensor:
-    """Which groups are there after a share of those that were has moved; new ones begin at zero.
+def moved(active: Tensor, worth: Tensor, growth: Tensor, part: float) -> Tensor:
+    """Which groups are there after a share of the active ones has moved; new ones begin at zero.
 
-    >>> moved(torch.tensor([3.0, 1.0, 2.0, 0.0, 0.0]), torch.tensor([9.0, 0.1, 9.0, 0.2, 0.3]), 0.34).tolist()
+    >>> there = torch.tensor([True, True, True, False, False])
+    >>> worth, growth = torch.tensor([3.0, 1.0, 2.0, 0.0, 0.0]), torch.tensor([9.0, 0.1, 9.0, 0.2, 0.3])
+    >>> moved(there, worth, growth, 0.34).tolist()
     [True, False, True, False, True]
     """
-    active = worth > 0
     count = int(active.sum())
     moving = min(round(part * count), count - 1)
     if moving <= 0:
         return active
     keep = torch.zeros_like(active)
-    keep[worth.argsort(descending=True, stable=True)[: count - moving]] = True
+    keep[worth.masked_fill(~active, -1.0).argsort(descending=True, stable=True)[: count - moving]] = True
     keep[growth.masked_fill(keep, -1.0).argsort(descending=True, stable=True)[:moving]] = True
     return keep
+
+
+def groups_in(masks: Masks, unit: Unit) -> Tensor:
+    """Which groups of a unit are there: a new one may still be zero, where no gradient has reached it."""
+    stays = [masks[name].to(tensor) for name, tensor in zip(unit.names, unit.tensors, strict=True)]
+    return sums(unit, stays) > 0
 
 
 def densities(units: Sequence[Unit], total: float) -> list[float]:

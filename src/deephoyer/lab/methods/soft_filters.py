@@ -26,8 +26,11 @@ class SoftFilterPruning(Method):
         super().__init__()
         self.keep = portion(self.title, "keep", keep)
 
+    def check(self, stage: Stage) -> None:
+        share(self.title, stage, self.keep)
+
     def begin(self, stage: Stage) -> None:
-        self.stage, self.rule = stage, Density(share(self.title, self.keep, stage))
+        self.stage, self.rule = stage, Density(share(self.title, stage, self.keep))
 
     def before_epoch(self, epoch: int) -> None:
         if epoch > 0:

@@ -14,6 +14,7 @@ import torch
 
 import deephoyer
 from deephoyer.errors import UserError
+from deephoyer.lab.schema import known_device
 
 
 def describe(device: torch.device) -> dict[str, Any]:
@@ -64,7 +65,7 @@ def tuned(precision: str) -> Iterator[None]:
 
 def pick_device(choice: str) -> torch.device:
     """`auto` is the first GPU where there is one."""
-    if choice == "auto":
+    if known_device(choice) == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(choice)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from deephoyer.export import provenance
 from deephoyer.files import path_on_disk
 from deephoyer.lab.choices import Choice
 from deephoyer.lab.data import Source, load
-from deephoyer.lab.recipe import Command, parse
+from deephoyer.lab.recipe import Command
+from deephoyer.lab.runs.folder import COMMAND, RunFolder
 from deephoyer.lab.schema import Recipe, Teacher, is_file
 
 RESULTS, RUNS = Path("results"), Path("runs")
@@ -79,20 +81,19 @@ def _in_file(file: str, key: str, model: Choice | None) -> Network:
     path = path_on_disk(file)
     if not path.is_file():
         raise UserError(f"{key}: there is no file {path}; paths are taken from the folder you are in.")
-    recipe = _recipe_of(path)
+    recipe = recipe_of(path)
     return Network(path, model or recipe.get("model"), recipe.get("epoch_selection"))
 
 
-def _recipe_of(path: Path) -> dict[str, Any]:
+def recipe_of(path: Path) -> dict[str, Any]:
     """The recipe of a file: from the file itself, or from the folder of its run."""
-    try:
+    with suppress(UserError):  # plain weights
         recipe = provenance(path).get("recipe")
         return recipe if isinstance(recipe, dict) else {}
-    except UserError:  # plain weights
-        beside = path.parent / "recipe.yaml"
-        if not beside.is_file():
-            return {}
-        return parse(beside.read_text(encoding="utf-8"), str(beside)).model_dump(mode="json")
+    with suppress(UserError):
+        run = RunFolder(path.parent).recipe() if (path.parent / COMMAND).exists() else None
+        return run.model_dump(mode="json") if run else {}
+    return {}
 
 
 def _same_images(images: str | None, recipe: Recipe) -> bool:

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from deephoyer.errors import UserError, first_line, unknown
-from deephoyer.export import provenance
 from deephoyer.lab import data as datasets
 from deephoyer.lab.choices import Choice, named, what_data
 from deephoyer.lab.data.source import TEST, UNREADABLE, Images, Source
 from deephoyer.lab.open_network import file_of, open_network
+from deephoyer.lab.runs import find
 from deephoyer.lab.runs.folder import RunFolder
 
 MANY_CLASSES = 10
@@ -107,8 +107,7 @@ def _data_for(path: Path, said: Choice | None) -> Choice:
 
 
 def _own_data(path: Path) -> str | dict[str, Any]:
-    recipe = provenance(path).get("recipe") if path.suffix == ".safetensors" else None
-    data = recipe.get("data") if isinstance(recipe, Mapping) else None
+    data = find.recipe_of(path).get("data")
     if not isinstance(data, str | dict):
         raise UserError(f"{path} does not say what data it is for; give it with data=NAME or data={{name: …}}.")
     with suppress(UserError):

@@ -40,6 +40,7 @@ from deephoyer.lab.train.pruning import pruned, warning_of_loss
 from deephoyer.lab.train.resume import Checkpoints, StageTensors
 from deephoyer.masks import Empties, Hold, Masks
 from deephoyer.targets import OutOfReach
+from deephoyer.weights import find_weights
 
 METHOD_FILE = "method.safetensors"
 """What a method trained besides the weights, for runs that start from this one's network."""
@@ -139,6 +140,7 @@ class Run:
         self.model = self.fresh_model()
         self._try_one_image()
         self._split()
+        self._check_later_stages()
         self._check_batch(min(self.recipe.batch_size, len(self.pool)))
         if self.recipe.method and self.processes.count > 1:
             raise UserError(f"method {self.recipe.method}: runs in one process; leave out torchrun.")
@@ -180,6 +182,18 @@ class Run:
                 f"model: {{name: {name}, classes: {self.data.classes}}}."
             )
         self.model.train()
+
+    def _check_later_stages(self) -> None:
+        """What stages say of the network, and a method needs, before the first of them trains for hours."""
+        for name in ("regularize", "prune"):
+            stage = getattr(self.recipe, name)
+            try:
+                if stage is not None and stage.parameters is not None:
+                    find_weights(self.model, stage.parameters)
+            except UserError as why:
+                raise UserError(f"{name}.{why}") from None
+        if self.recipe.method:
+            self.method.check(self.method_stage("pretrain"))
 
     # Stages
 
@@ -273,8 +287,13 @@ class Run:
             keep=(target.density or target.live) if target else None,
             masks=self.masks,
             cut=lambda done, score: pruned(self, done, score),
-            hold=self.hold,
+            hold=self._hold_other,
         )
+
+    def _hold_other(self, masks: Masks) -> None:
+        """A method changes what is there: epochs before this had another network, and none of them is selected."""
+        self.hold(masks)
+        self.state.best, self.state.best_epoch = -1.0, 0
 
     @cached_property
     def teachers(self) -> Teachers:
