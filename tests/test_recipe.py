@@ -6,6 +6,7 @@ import pytest
 from pydantic import create_model
 
 import deephoyer as dh
+from deephoyer.errors import UserError
 from deephoyer.lab import recipe
 from deephoyer.lab.choices import several
 from deephoyer.lab.schema import Recipe
@@ -31,6 +32,12 @@ def test_every_recipe_that_ships_can_be_read_and_says_what_a_person_wants_to_kno
 def test_the_recipes_are_few_enough_to_choose_from():
     assert len(recipe.names()) <= 36
     assert {name.rpartition("/")[0] for name in recipe.names()} == {"", "paper", "small", "compare", "parts"}
+
+
+def test_a_recipe_in_another_encoding_is_told_with_its_line(tmp_path):
+    (tmp_path / "own.yaml").write_bytes("about: fine\nneeds: Größe\n".encode("latin-1"))
+    with pytest.raises(UserError, match=r"own\.yaml: line 2 is not UTF-8; save the file in that encoding"):
+        recipe.read(str(tmp_path / "own.yaml"))
 
 
 @pytest.mark.parametrize("penalty", PAPER)

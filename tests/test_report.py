@@ -1,6 +1,7 @@
 """Records of real (tiny) runs: published, verified, tampered with; tables and figures made from them."""
 
 import json
+import re
 import shlex
 import shutil
 import statistics
@@ -171,8 +172,13 @@ def test_weights_can_be_left_out_and_the_record_still_has_their_digest(command, 
 def test_two_runs_of_one_row_get_two_names_and_publishing_twice_gives_one(runs, results):
     publish.publish(runs / "hs0", results, row="ours", tags=["paper-settings"])
     assert len(record.find(results)) == 4
+    with pytest.raises(UserError, match=r"is published already, as .*delete that record to give it another row") as why:
+        publish.publish(runs / "group-hs", results, row="Group-HS", tags=["front"])
+    assert len(record.read_all(results)) == 4
+    Path(re.search(r"as (\S+);", str(why.value))[1]).unlink()
     other = publish.publish(runs / "group-hs", results, row="Group-HS", tags=["front"])
     assert Path(other.path).name == f"group-hs-held-out-{other.digest[:8]}-s0.json"
+    shutil.copy(other.path, results / "lenet-300-100" / "copy.json")
     with pytest.raises(UserError, match="the same run as"):
         record.read_all(results)
 

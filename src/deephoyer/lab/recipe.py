@@ -63,8 +63,11 @@ def text_of(name: str) -> str:
     path = _path(name)
     try:
         return plain_file(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as why:
-        raise UserError(f"recipe {name}: can't be read: {getattr(why, 'strerror', None) or why}.") from None
+    except UnicodeDecodeError as why:
+        line = why.object.count(b"\n", 0, why.start) + 1
+        raise UserError(f"recipe {name}: line {line} is not UTF-8; save the file in that encoding.") from None
+    except OSError as why:
+        raise UserError(f"recipe {name}: can't be read: {why.strerror}.") from None
 
 
 def _path(name: str) -> Path:

@@ -108,6 +108,9 @@ def publish(
     path = results / records.place(record)
     if path.exists() and records.read(path).digest != record.digest:  # another run of the same row
         path = results / records.place(record, taken=True)
+    for other in records.read_all(results):
+        if (other.digest, other.seed) == (record.digest, record.seed) and Path(other.path) != path:
+            raise UserError(f"{run}: is published already, as {other.path}; delete that record to give it another row.")
     records.write(record, path)
     return record.model_copy(update={"path": path.as_posix()})
 
