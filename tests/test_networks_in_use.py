@@ -11,7 +11,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import deephoyer as dh
 from deephoyer.export import load_masks
-from deephoyer.inference import plain_attention
+from deephoyer.inference import not_compiled, plain_attention
 from deephoyer.structure import compact_report
 from deephoyer.structure.equality import same
 from deephoyer.widths import sides_of
@@ -86,22 +86,34 @@ def test_a_network_that_would_fail_on_torchs_fast_path_is_refused():
         assert largest_gap(net(x), dh.compact(net, x)(x)) < 1e-4
 
 
-def test_threads_that_take_attention_apart_at_the_same_time_leave_torchs_fast_path_as_it_was():
+def compiles():
+    """Whether torch.compile has an effect in this process."""
+    graphs = []
+    torch.compile(lambda x: x + 1, backend=lambda graph, inputs: graphs.append(graph) or graph)(torch.zeros(3))
+    return bool(graphs)
+
+
+@pytest.mark.parametrize(
+    "switched, is_on",
+    [(plain_attention, torch.backends.mha.get_fastpath_enabled), (not_compiled, compiles)],
+    ids=["attention", "compile"],
+)
+def test_threads_that_analyse_at_the_same_time_leave_what_they_switch_off_as_it_was(switched, is_on):
     both = threading.Barrier(2)
 
     def first():
-        with plain_attention:
+        with switched:
             both.wait()  # the other is inside, too
         both.wait()  # and goes out after this one
 
     other = threading.Thread(target=first)
     other.start()
-    with plain_attention:
+    with switched:
         both.wait()
         both.wait()
-        assert not torch.backends.mha.get_fastpath_enabled()
+        assert not is_on()
     other.join()
-    assert torch.backends.mha.get_fastpath_enabled()
+    assert is_on()
 
 
 def test_a_buffer_outside_the_state_dict_is_cut_and_stored(tmp_path):

@@ -150,6 +150,19 @@ def test_one_threshold_means_the_same_for_a_weight_a_filter_and_a_channel():
             dh.prune(model, dh.Absolute(0.1001), groups=groups)
 
 
+def test_the_only_channel_of_gray_images_stays_where_its_filters_can_be_pruned():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.Conv2d(8, 4, 3))
+    whole = model[0].weight.clone()
+    with pytest.raises(dh.UserError, match=r"would leave nothing of 0\.weight"):
+        dh.prune(model, dh.StdRatio(1.02), groups="channels", parameters="0.weight")
+    masks = dh.prune(model, dh.StdRatio(1.02), groups="filters+channels")
+    kept = masks["0.weight"].flatten(1).any(1)
+    assert 0 < kept.sum() < 8 and model[0].weight[kept].equal(whole[kept])
+    with pytest.raises(dh.UserError, match=r"would leave nothing of 0\.weight"):
+        dh.prune(model, dh.Absolute(1e3), groups="filters+channels")
+
+
 @given(nets(), st.floats(0, 1))
 def test_pruning_again_by_the_same_rule_changes_nothing(model, value):
     for rule in (dh.Absolute(value), dh.Density(value), dh.Density(value, "global")):

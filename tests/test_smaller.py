@@ -339,9 +339,9 @@ def test_mistakes_with_stored_networks_are_a_line_or_two_and_status_2(command, t
     (tmp_path / "cut.safetensors").write_bytes((tmp_path / "plain.safetensors").read_bytes()[:999])
     os.mkdir("empty")
     for words, told in [
-        (["summary", "plain.safetensors"], "give the model with --model"),
-        (["compact", "plain.safetensors"], "give the model with --model"),
-        (["export", "plain.safetensors", "a.onnx"], "give the model with --model"),
+        (["summary", "plain.safetensors"], "give its name with --model"),
+        (["compact", "plain.safetensors"], "give its name with --model"),
+        (["export", "plain.safetensors", "a.onnx"], "give its name with --model"),
         (["summary", "nameless.safetensors"], "give its name with --model"),
         (["summary", "odd.safetensors"], "give its name with --model"),
         (["summary", "lying.safetensors"], "doesn't fit this model"),
@@ -349,7 +349,7 @@ def test_mistakes_with_stored_networks_are_a_line_or_two_and_status_2(command, t
         (["summary", "nameless.safetensors", "--model", "lenet-300-100"], "doesn't fit this model"),
         (["summary", "plain.safetensors", "--model", "lenet5"], "Did you mean 'lenet-5'?"),
         (["summary", "old.pt", "--model", "lenet-300-100"], "does not fit the model"),
-        (["summary", "old.pt"], "give the model with --model"),
+        (["summary", "old.pt"], "give its name with --model"),
         (["compact", "cut.safetensors", "--model", "lenet-5"], "cut"),
         (["compact", "missing.safetensors"], "No such file"),
         (["compact", "missing.safetensors", "--model", "lenet-5"], "No such file"),

@@ -84,7 +84,7 @@ def test_a_seed_has_a_process_of_its_own_that_goes_on_without_compiling_where_th
     assert done.returncode == 0, done.stderr[-3000:]
     assert "| magnitude | 0.5 |  | 1 |" in done.stdout
     log = (tmp_path / "out" / "seed-0.log").read_text()
-    assert "ZeroDivisionError" in log and "going on with --no-compile" in log
+    assert "ZeroDivisionError" in log and "continuing with --no-compile" in log
 
 
 def test_kept_networks_are_timed_and_the_times_shown(monkeypatch, capsys, tmp_path):

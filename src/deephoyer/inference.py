@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -49,6 +49,27 @@ class _Switched:
                 self._put(self._before)
 
 
+class _Shared:
+    """A context manager that changes the whole process: the first thread in enters it, the last one out leaves it."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._make = make
+        self._lock, self._inside = threading.Lock(), 0
+        self._entered = ExitStack()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._entered.enter_context(self._make())
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                self._entered.close()
+
+
 def _libraries() -> tuple[bool, bool]:
     return bool(torch.backends.mkldnn.enabled), torch.backends.cudnn.enabled
 
@@ -63,6 +84,8 @@ unchecked_distributions = _Switched(lambda: Distribution._validate_args, Distrib
 """Within it torch's distributions don't look at the values that they are given, which looks like a decision by them."""
 plain_recurrence = _Switched(_libraries, _set_libraries, (False, False))
 """Within it recurrent layers run as the products that they are made of, not as one operation of oneDNN or cuDNN."""
+not_compiled = _Shared(lambda: torch.compiler.set_stance("force_eager"))
+"""Within it what was compiled runs as it was written, operation by operation."""
 
 
 class UncheckedOneHot(TorchFunctionMode):
@@ -106,7 +129,7 @@ def outside_modes(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
-        with torch.inference_mode(False), _no_autocast(), torch.compiler.set_stance("force_eager"):
+        with torch.inference_mode(False), _no_autocast(), not_compiled:
             positional, named = pytree.tree_map(_copied, (args, kwargs))
             return function(*positional, **named)
 
@@ -155,8 +178,8 @@ def same_start(model: nn.Module) -> Iterator[None]:
 def same_numbers(model: nn.Module) -> Iterator[None]:
     """Within it a network draws the same random numbers every time; those that are drawn afterwards don't change.
 
-    >>> before = torch.get_rng_state()
-    >>> with same_numbers(nn.Linear(1, 1)):
+    >>> model, before = nn.Identity(), torch.get_rng_state()
+    >>> with same_numbers(model):
     ...     _ = torch.rand(1)
     >>> torch.equal(torch.get_rng_state(), before)
     True

@@ -252,7 +252,8 @@ def prune(
     `score` is the importance of a group: the magnitude of its weights or, given `batches` and
     `loss(model, batch)`, the estimated effect of its removal on the loss (`"snip"`, `"taylor"`).
     A weight is kept if all its groups are kept. A rule that would empty a layer raises an error and changes
-    nothing, unless `allow_empty` is set. `multiple` rounds the number of groups kept in a unit to the nearest
+    nothing, unless `allow_empty` is set; the one channel of gray images stays where filters are pruned as well.
+    `multiple` rounds the number of groups kept in a unit to the nearest
     multiple: processors compute channels in blocks of 8 or 16. It needs a single kind of group (two kinds would
     break each other's multiples), and does not change units that the rule keeps whole or that have fewer groups.
 
@@ -288,8 +289,12 @@ def cut(
     masks: dict[str, Tensor] = {}
     thresholds: dict[str, list[str]] = {}
     zero: set[str] = set()
+    units = list(units)
+    divided = {name for unit, score in zip(units, scores, strict=True) if len(score.score) > 1 for name in unit.names}
     for unit, score, verdict in zip(units, scores, rule.judge(scores), strict=True):
         keep = verdict.keep if multiple == 1 else rounded(verdict.keep, score.score, multiple)
+        if len(keep) == 1 and not allow_empty and divided.issuperset(unit.names):
+            keep = torch.ones_like(keep)  # the one channel of gray images: its filters are there to be pruned
         gone = unit.spread((~keep).float())
         zero.update(() if score.score.any() else unit.names)
         for name, tensor, dead in zip(unit.names, unit.tensors, gone, strict=True):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from deephoyer.errors import UserError, shown
-from deephoyer.export import container, load
+from deephoyer.export import container, load, provenance
 from deephoyer.files import plain_file
 from deephoyer.lab import data as datasets
 from deephoyer.lab import models
@@ -37,6 +37,8 @@ def open_network(path: Path, model: Choice | None = None) -> tuple[nn.Module, Te
     """
     path = file_of(path)
     plain = _is_plain(path)
+    if not plain:
+        provenance(path)  # which says what is wrong with a file that can't be read
     chosen = model if model is not None else _own_model(path)
     network = models.of(chosen) if model is not None else built_for(path, chosen)
     if plain:
