@@ -149,6 +149,16 @@ def test_tied_weights_are_stored_once(tmp_path):
     assert same(back, model) and back[0].weight is back[1].weight
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_network_whose_weight_is_computed_into_an_attribute_is_loaded(tmp_path):
+    """As `torch.nn.utils.weight_norm` does, in many vocoders."""
+    torch.manual_seed(0)
+    nets = [nn.Sequential(nn.utils.weight_norm(nn.Linear(4, 6)), nn.Linear(6, 2)) for _ in range(2)]
+    save(nets[0], tmp_path / "a.safetensors")
+    x = torch.randn(3, 4)
+    assert torch.equal(load(tmp_path / "a.safetensors", nets[1])(x), nets[0](x))
+
+
 def test_values_that_are_not_finite_come_back(tmp_path):
     model = nn.Linear(100, 10)
     with torch.no_grad():
