@@ -120,6 +120,21 @@ def test_a_compacted_model_comes_back_where_files_and_model_name_tensors_differe
         assert torch.equal(dh.from_pretrained(tmp_path)(**ids()).logits, small(**ids()).logits)
 
 
+def test_a_compacted_hugging_face_model_inside_of_somebodys_own_comes_back_from_its_own_folder(tmp_path):
+    class Classifier(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.backbone, self.head = hugging_face("BertModel", **WIDE), nn.Linear(32, 3)
+
+        def forward(self, input_ids):
+            return self.head(self.backbone(input_ids).pooler_output)
+
+    small = halved(Classifier().eval(), ids())
+    small.backbone.save_pretrained(tmp_path)
+    with torch.no_grad():
+        assert torch.equal(dh.from_pretrained(tmp_path)(**ids())[0], small.backbone(**ids())[0])
+
+
 def test_a_model_with_torchs_attention_in_it_comes_back(tmp_path):
     """SigLIP pools with `nn.MultiheadAttention`, which its library initialises while it loads."""
     pixels = {"pixel_values": torch.randn(2, 3, 16, 16)}

@@ -26,13 +26,16 @@ def note_shape(model: nn.Module, inputs: Examples | None = None) -> None:
     """Writes the sizes of the layers into the model's configuration, where it has one that is saved with it.
 
     With example inputs, in the configuration's own words too, where those can be proven to say all: then the model's
-    own class loads it.
+    own class loads it. Of a model of somebody's own, the Hugging Face models inside are told theirs.
     """
     config = getattr(model, "config", None)
-    if hasattr(model, "save_pretrained") and hasattr(config, "to_json_string"):
-        if inputs is not None:
-            say_sizes(model, inputs)
-        setattr(config, KEY, describe(model))
+    if not (hasattr(model, "save_pretrained") and hasattr(config, "to_json_string")):
+        for inner in model.children():
+            note_shape(inner)
+        return
+    if inputs is not None:
+        say_sizes(model, inputs)
+    setattr(config, KEY, describe(model))
 
 
 def from_pretrained(folder: str | Path, model_class: Any = None) -> nn.Module:
