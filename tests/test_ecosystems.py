@@ -276,6 +276,14 @@ def test_an_int8_network_is_counted_in_bytes_and_not_saved():
         dh.save(net, "never.safetensors")
 
 
+@pytest.mark.filterwarnings("ignore")  # deprecated, but much used
+def test_a_network_whose_weights_torch_ao_has_packed_is_not_counted():
+    network = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    packed = torch.ao.quantization.quantize_dynamic(network, {nn.Linear})
+    with pytest.raises(dh.UserError, match="before it is quantized"):
+        dh.summary(packed, torch.randn(2, 8), latency=False)
+
+
 def test_one_optimizer_for_each_parameter_is_held_and_another_models_is_refused():
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     masks = dh.prune(net, dh.Density(0.5))
