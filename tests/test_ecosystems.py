@@ -146,6 +146,19 @@ def test_a_model_with_torchs_attention_in_it_comes_back(tmp_path):
         assert torch.equal(dh.from_pretrained(tmp_path)(**pixels).pooler_output, small(**pixels).pooler_output)
 
 
+def test_a_compacted_hugging_face_model_with_joints_comes_back(tmp_path):
+    model = llama()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.down_proj.weight[:5] = 0
+    small = dh.compact(model, ids(), joints="gather")
+    small.save_pretrained(tmp_path)
+    again = dh.from_pretrained(tmp_path)
+    assert again.model.layers[0].mlp.down_proj.place.tolist() == list(range(5, 32))
+    with torch.no_grad():
+        assert torch.equal(again(**ids()).logits, small(**ids()).logits)
+
+
 def test_a_file_that_lacks_a_tensor_or_has_one_too_many_is_refused(tmp_path):
     small = halved(llama(), ids())
     small.save_pretrained(tmp_path)
