@@ -182,6 +182,8 @@ def test_generation_is_token_identical_after_compaction(compacted):
 
 
 def test_a_folder_that_does_not_fit_is_refused_in_a_line(tmp_path):
+    with pytest.raises(dh.UserError, match="not a path"):
+        dh.from_pretrained(None)
     with pytest.raises(dh.UserError, match=r"no config\.json"):
         dh.from_pretrained(tmp_path)
     llama().save_pretrained(tmp_path)

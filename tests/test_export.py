@@ -263,6 +263,8 @@ def test_pickles_foreign_and_missing_files_are_refused(tmp_path):
 def test_what_a_file_cannot_hold_is_refused_when_saving(tmp_path):
     with pytest.raises(UserError, match="meta"):
         save(nn.Linear(2, 2, device="meta"), tmp_path / "a.safetensors")
+    with pytest.raises(UserError, match="lazy"):
+        save(nn.LazyLinear(2), tmp_path / "a.safetensors")
     with pytest.raises(UserError, match="can't be written"):
         save(nn.Linear(2, 2), tmp_path / "no" / "a.safetensors")
 

@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from deephoyer.errors import UserError, first_line
+from deephoyer.files import path_of
 from deephoyer.inference import Examples
 from deephoyer.pretrained_config import say_sizes
 from deephoyer.structure.shape import check_joints, describe, reshape_
@@ -44,7 +45,7 @@ def from_pretrained(folder: str | Path, model_class: Any = None) -> nn.Module:
     Its class is the one named in the configuration, or `model_class`, which you must pass if `transformers`
     does not have it. Nothing is downloaded.
     """
-    folder = Path(folder)
+    folder = path_of(folder)
     shape = _config(folder).get(KEY)
     if shape is None:
         raise UserError(f"{folder}: its config.json has no shape of a compacted model; load it with from_pretrained.")

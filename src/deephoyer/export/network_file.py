@@ -55,7 +55,7 @@ def save(
 
 def encode(model: nn.Module, masks: Mapping[str, Tensor], provenance: dict[str, Any]) -> bytes:
     """The bytes that `save` writes; of a wrapped model those of the one inside."""
-    model = unwrap(model)
+    model = with_values(model)
     state, same = same_tensors(model.state_dict())
     stored: dict[str, Tensor] = {}
     packed: dict[str, Packed] = {}
