@@ -120,6 +120,21 @@ def test_a_compacted_model_comes_back_where_files_and_model_name_tensors_differe
         assert torch.equal(dh.from_pretrained(tmp_path)(**ids()).logits, small(**ids()).logits)
 
 
+def test_a_compacted_hugging_face_model_inside_of_somebodys_own_comes_back_from_its_own_folder(tmp_path):
+    class Classifier(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.backbone, self.head = hugging_face("BertModel", **WIDE), nn.Linear(32, 3)
+
+        def forward(self, input_ids):
+            return self.head(self.backbone(input_ids).pooler_output)
+
+    small = halved(Classifier().eval(), ids())
+    small.backbone.save_pretrained(tmp_path)
+    with torch.no_grad():
+        assert torch.equal(dh.from_pretrained(tmp_path)(**ids())[0], small.backbone(**ids())[0])
+
+
 def test_a_model_with_torchs_attention_in_it_comes_back(tmp_path):
     """SigLIP pools with `nn.MultiheadAttention`, which its library initialises while it loads."""
     pixels = {"pixel_values": torch.randn(2, 3, 16, 16)}
@@ -129,6 +144,19 @@ def test_a_model_with_torchs_attention_in_it_comes_back(tmp_path):
     small.save_pretrained(tmp_path)
     with torch.no_grad():
         assert torch.equal(dh.from_pretrained(tmp_path)(**pixels).pooler_output, small(**pixels).pooler_output)
+
+
+def test_a_compacted_hugging_face_model_with_joints_comes_back(tmp_path):
+    model = llama()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.down_proj.weight[:5] = 0
+    small = dh.compact(model, ids(), joints="gather")
+    small.save_pretrained(tmp_path)
+    again = dh.from_pretrained(tmp_path)
+    assert again.model.layers[0].mlp.down_proj.place.tolist() == list(range(5, 32))
+    with torch.no_grad():
+        assert torch.equal(again(**ids()).logits, small(**ids()).logits)
 
 
 def test_a_file_that_lacks_a_tensor_or_has_one_too_many_is_refused(tmp_path):
@@ -154,6 +182,8 @@ def test_generation_is_token_identical_after_compaction(compacted):
 
 
 def test_a_folder_that_does_not_fit_is_refused_in_a_line(tmp_path):
+    with pytest.raises(dh.UserError, match="not a path"):
+        dh.from_pretrained(None)
     with pytest.raises(dh.UserError, match=r"no config\.json"):
         dh.from_pretrained(tmp_path)
     llama().save_pretrained(tmp_path)
@@ -259,6 +289,14 @@ def test_an_int8_network_is_counted_in_bytes_and_not_saved():
     assert small.macs_executed == dense.macs_executed and small.bytes_dense < 0.4 * dense.bytes_dense
     with pytest.raises(dh.UserError, match="before it is quantized"):
         dh.save(net, "never.safetensors")
+
+
+@pytest.mark.filterwarnings("ignore")  # deprecated, but much used
+def test_a_network_whose_weights_torch_ao_has_packed_is_not_counted():
+    network = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    packed = torch.ao.quantization.quantize_dynamic(network, {nn.Linear})
+    with pytest.raises(dh.UserError, match="before it is quantized"):
+        dh.summary(packed, torch.randn(2, 8), latency=False)
 
 
 def test_one_optimizer_for_each_parameter_is_held_and_another_models_is_refused():

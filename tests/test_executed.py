@@ -114,6 +114,12 @@ def test_tied_weights_are_put_down_to_the_module_that_uses_them():
     assert [row.macs_executed for row in summary(net, torch.randn(2, 3, 4)[:, 0], latency=False).rows] == [16, 16]
 
 
+def test_a_bilinear_layer_multiplies_all_pairs_of_its_inputs():
+    pairs = torch.randn(2, 7, 4), torch.randn(2, 7, 5)
+    rows = summary(nn.Bilinear(4, 5, 6), pairs, latency=False).rows
+    assert [row.macs_executed for row in rows] == [7 * 6 * 4 * 5]
+
+
 def test_counting_in_another_precision_changes_nothing():
     net = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
     with torch.autocast("cpu", torch.bfloat16):

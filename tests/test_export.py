@@ -149,6 +149,16 @@ def test_tied_weights_are_stored_once(tmp_path):
     assert same(back, model) and back[0].weight is back[1].weight
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_network_whose_weight_is_computed_into_an_attribute_is_loaded(tmp_path):
+    """As `torch.nn.utils.weight_norm` does, in many vocoders."""
+    torch.manual_seed(0)
+    nets = [nn.Sequential(nn.utils.weight_norm(nn.Linear(4, 6)), nn.Linear(6, 2)) for _ in range(2)]
+    save(nets[0], tmp_path / "a.safetensors")
+    x = torch.randn(3, 4)
+    assert torch.equal(load(tmp_path / "a.safetensors", nets[1])(x), nets[0](x))
+
+
 def test_values_that_are_not_finite_come_back(tmp_path):
     model = nn.Linear(100, 10)
     with torch.no_grad():
@@ -253,6 +263,8 @@ def test_pickles_foreign_and_missing_files_are_refused(tmp_path):
 def test_what_a_file_cannot_hold_is_refused_when_saving(tmp_path):
     with pytest.raises(UserError, match="meta"):
         save(nn.Linear(2, 2, device="meta"), tmp_path / "a.safetensors")
+    with pytest.raises(UserError, match="lazy"):
+        save(nn.LazyLinear(2), tmp_path / "a.safetensors")
     with pytest.raises(UserError, match="can't be written"):
         save(nn.Linear(2, 2), tmp_path / "no" / "a.safetensors")
 
@@ -445,6 +457,61 @@ def test_onnx_that_computes_something_else_is_not_written(tmp_path):
     with pytest.raises(UserError, match="differ"):
         export(Moody(), torch.randn(2, 3), tmp_path / "a.onnx")
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("where", [0, 1])
+def test_onnx_that_gives_nan_in_any_output_is_not_written(tmp_path, where):
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+
+    class Strange(nn.Module):
+        def forward(self, x):
+            other = x * (float("nan") if torch.compiler.is_exporting() else 1.0)
+            return (other, x + 1) if where == 0 else (x + 1, other)
+
+    with pytest.raises(UserError, match="differ"):
+        export(Strange(), torch.randn(2, 3), tmp_path / "a.onnx")
+    assert os.listdir(tmp_path) == []
+
+
+def test_onnx_may_give_infinities_that_the_network_gives_too(tmp_path):
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+
+    class Masked(nn.Module):
+        def forward(self, x):
+            return x.masked_fill(x < 0, float("-inf"))
+
+    assert export(Masked(), torch.tensor([[-1.0, 1.0], [2.0, -2.0]]), tmp_path / "a.onnx") == 0
+
+
+def test_onnx_of_halves_may_differ_by_their_rounding_and_what_onnxruntime_does_not_know_is_a_clear_error(tmp_path):
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(64, 300), nn.ReLU(), nn.Linear(300, 9)).half(), torch.randn(8, 64).half()
+    assert export(model, x, tmp_path / "a.onnx") < 2e-2
+    with pytest.raises(UserError, match="onnxruntime can't run this network"):
+        export(model.bfloat16(), x.bfloat16(), tmp_path / "b.onnx")
+    assert os.listdir(tmp_path) == ["a.onnx"]
+
+
+def test_onnx_takes_inputs_in_tuples_and_a_network_too_large_for_one_file_is_refused(tmp_path, monkeypatch):
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+
+    class OfPairs(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, pair):
+            return self.layer(pair[0]) - pair[1]
+
+    assert export(OfPairs(), ((torch.randn(2, 4), torch.randn(2, 3)),), tmp_path / "a.onnx") <= 1e-4
+    monkeypatch.setattr(sys.modules["deephoyer.export.onnx"], "LARGEST_FILE", 50)
+    with pytest.raises(UserError, match="60 bytes"):
+        export(nn.Linear(4, 3), torch.randn(2, 4), tmp_path / "b.onnx")
 
 
 def test_a_network_onnx_has_no_words_for_is_a_clear_error(tmp_path):

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from deephoyer.errors import UserError
 from deephoyer.executed import executed
 from deephoyer.inference import Examples
 from deephoyer.packing import packed_size, pattern_size
@@ -74,6 +75,7 @@ def count(model: nn.Module, examples: Examples | None = None) -> tuple[list[Laye
     (6, 8, 6)
     """
     with_values(model)
+    _refuse_packed(model)
     weights = all_weights(model)
     used: dict[str, int] | None = None
     other: dict[str, int] = {}
@@ -98,6 +100,15 @@ def count(model: nn.Module, examples: Examples | None = None) -> tuple[list[Laye
         macs_executed=None if used is None else sum(r.macs_executed or 0 for r in rows),
     )
     return rows, total
+
+
+def _refuse_packed(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if hasattr(module, "_packed_params"):
+            raise UserError(
+                f"{name or 'the model'} is a {type(module).__name__} of torch.ao, whose packed weights can't be "
+                "counted: count the network before it is quantized."
+            )
 
 
 def layer_widths(rows: list[LayerCounts]) -> str | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from math import prod
 from typing import Any
 
 import torch
@@ -135,12 +136,27 @@ def _product(out: Any, args: Any) -> Parts:
     return [(_tensors(args), out.numel() * args[0].shape[-1])]
 
 
+def _trilinear(out: Any, args: Any) -> Parts:
+    """`F.bilinear`: three factors get further dimensions, and are multiplied at every place of all these."""
+    factors: list[Tensor] = args[:3]
+    wide = [_expanded(t, dims) for t, dims in zip(factors, args[3:6], strict=True)]
+    return [(list(reversed(factors)), prod(max(sizes) for sizes in zip(*wide, strict=True)))]
+
+
+def _expanded(tensor: Tensor, dims: list[int]) -> list[int]:
+    sizes = list(tensor.shape)
+    for dim in sorted(dims):
+        sizes.insert(dim, 1)
+    return sizes
+
+
 _NAMED: dict[str, Callable[[Any, Any], Parts]] = {
     "mv": lambda out, args: [(_tensors(args), args[0].numel())],
     "addmv": lambda out, args: [(_tensors(args), args[1].numel())],
     "dot": lambda out, args: [(_tensors(args), args[0].numel())],
     "vdot": lambda out, args: [(_tensors(args), args[0].numel())],
     "addbmm": lambda out, args: [(_tensors(args), out.numel() * args[1].shape[0] * args[1].shape[-1])],
+    "_trilinear": _trilinear,
     "_int_mm": _product,
     "_grouped_mm": _product,
     "mkldnn_rnn_layer": lambda out, args: _recurrent(args[0], _tensors(args[1:5])),

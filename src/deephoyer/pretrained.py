@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from deephoyer.errors import UserError, first_line
+from deephoyer.files import path_of
 from deephoyer.inference import Examples
 from deephoyer.pretrained_config import say_sizes
 from deephoyer.structure.shape import check_joints, describe, reshape_
@@ -26,13 +27,16 @@ def note_shape(model: nn.Module, inputs: Examples | None = None) -> None:
     """Writes the sizes of the layers into the model's configuration, where it has one that is saved with it.
 
     With example inputs, in the configuration's own words too, where those can be proven to say all: then the model's
-    own class loads it.
+    own class loads it. Of a model of somebody's own, the Hugging Face models inside are told theirs.
     """
     config = getattr(model, "config", None)
-    if hasattr(model, "save_pretrained") and hasattr(config, "to_json_string"):
-        if inputs is not None:
-            say_sizes(model, inputs)
-        setattr(config, KEY, describe(model))
+    if not (hasattr(model, "save_pretrained") and hasattr(config, "to_json_string")):
+        for inner in model.children():
+            note_shape(inner)
+        return
+    if inputs is not None:
+        say_sizes(model, inputs)
+    setattr(config, KEY, describe(model))
 
 
 def from_pretrained(folder: str | Path, model_class: Any = None) -> nn.Module:
@@ -41,7 +45,7 @@ def from_pretrained(folder: str | Path, model_class: Any = None) -> nn.Module:
     Its class is the one named in the configuration, or `model_class`, which you must pass if `transformers`
     does not have it. Nothing is downloaded.
     """
-    folder = Path(folder)
+    folder = path_of(folder)
     shape = _config(folder).get(KEY)
     if shape is None:
         raise UserError(f"{folder}: its config.json has no shape of a compacted model; load it with from_pretrained.")

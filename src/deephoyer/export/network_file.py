@@ -22,6 +22,7 @@ from deephoyer.export.manifest import Manifest, MaskForm, Packed, validate
 from deephoyer.export.tensors import pack, pack_mask, same_tensors, unpack, unpack_mask
 from deephoyer.files import write_atomically
 from deephoyer.masks import Masks
+from deephoyer.structure.coupled import computed_attributes
 from deephoyer.structure.shape import check_joints, describe, reshape_
 from deephoyer.weights import unwrap, with_values
 
@@ -54,7 +55,7 @@ def save(
 
 def encode(model: nn.Module, masks: Mapping[str, Tensor], provenance: dict[str, Any]) -> bytes:
     """The bytes that `save` writes; of a wrapped model those of the one inside."""
-    model = unwrap(model)
+    model = with_values(model)
     state, same = same_tensors(model.state_dict())
     stored: dict[str, Tensor] = {}
     packed: dict[str, Packed] = {}
@@ -81,7 +82,8 @@ def encode(model: nn.Module, masks: Mapping[str, Tensor], provenance: dict[str, 
 def load(path: Path, model: nn.Module) -> nn.Module:
     """A copy of the freshly built `model`, shrunk to the shapes in the file and filled with its weights."""
     tensors, manifest = _read(path)
-    small = copy.deepcopy(with_values(model, meta=True))
+    small = with_values(model, meta=True)
+    small = copy.deepcopy(small, computed_attributes(small))
     try:
         fill_meta(small)
         if manifest.structure is not None:

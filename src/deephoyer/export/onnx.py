@@ -10,30 +10,36 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from deephoyer.errors import UserError, first_line
 from deephoyer.files import write_atomically
 from deephoyer.inference import Examples, arguments, at_rest, batch_of, call, try_call, with_batch
+from deephoyer.structure.equality import TOLERANCE, error, tolerance
 from deephoyer.structure.inputs import tensors_in
 from deephoyer.weights import with_values
 
-TOLERANCE = 1e-4
+LARGEST_FILE = 2**31 - 1
+"""Bytes that one ONNX file can hold."""
 
 
 def export(model: nn.Module, example_inputs: Examples, path: str | os.PathLike[str]) -> float:
     """Writes `model` as ONNX to `path`; returns the largest difference to onnxruntime's outputs.
 
     The batch size is left open. The file is run through onnxruntime on the examples, in their own
-    and in another batch size; a difference beyond 1e-4 of the outputs' scale raises, and nothing is written.
+    and in another batch size; a difference beyond rounding (in float32: 1e-4 of the outputs' scale) raises, and
+    nothing is written.
     """
     _need("onnx", "onnxscript", "onnxruntime")
-    with_values(model)
+    tensors = [*(model := with_values(model)).parameters(), *model.buffers()]
+    if (size := sum(t.numel() * t.element_size() for t in tensors)) > LARGEST_FILE:
+        raise UserError(f"export: the network has {size:,} bytes; an ONNX file holds at most {LARGEST_FILE:,}.")
     batch = max(2, batch_of(example_inputs))  # the exporter takes a batch of one for a constant
     with at_rest(model):
         try_call(model, example_inputs)  # the exporter would tell in pages what is wrong with them
         content = _to_onnx(model, with_batch(example_inputs, batch), batch)
         worst = max(_difference(model, content, with_batch(example_inputs, size)) for size in (1, batch, batch + 1))
-    if not worst <= TOLERANCE:
+    if not worst <= max([TOLERANCE[torch.float32], *(tolerance(t) for t in tensors if t.is_floating_point())]):
         raise UserError(f"export: onnxruntime's outputs differ by {worst:.2g} of their scale; {path} was not written.")
     write_atomically(path, content)
     return worst
@@ -57,7 +63,7 @@ def _to_onnx(model: nn.Module, examples: Examples, batch: int) -> bytes:
     def dims(value: Any) -> Any:
         return open_batch if isinstance(value, Tensor) and value.dim() > 0 and len(value) == batch else None
 
-    shapes = {k: dims(v) for k, v in kwargs.items()} if kwargs else tuple(dims(a) for a in args)
+    shapes = pytree.tree_map(dims, kwargs or args)
     try:
         # The exporter reports its steps on stdout and warns of its own internals.
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
@@ -67,8 +73,9 @@ def _to_onnx(model: nn.Module, examples: Examples, batch: int) -> bytes:
             )
         return program.model_proto.SerializeToString()  # type: ignore[union-attr]
     except (torch.onnx.OnnxExporterError, RuntimeError, ValueError) as why:
+        cause = why.__cause__ or why  # the exporter wraps it in advice of many lines
         raise UserError(
-            f"export: PyTorch can't express this network in ONNX: {type(why).__name__}: {first_line(why)}"
+            f"export: PyTorch can't express this network in ONNX: {type(cause).__name__}: {first_line(cause)}"
         ) from why
 
 
@@ -76,13 +83,14 @@ def _difference(model: nn.Module, content: bytes, examples: Examples) -> float:
     """The largest difference between the two outputs, as a share of their scale."""
     import onnxruntime
 
-    session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
-    args, kwargs = arguments(examples)
-    values = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
-    names = [i.name for i in session.get_inputs()]
-    theirs = session.run(None, {n: v.detach().cpu().numpy() for n, v in zip(names, values, strict=True)})
-    ours = tensors_in(call(model, examples))
-    if len(ours) != len(theirs) or any(tuple(a.shape) != b.shape for a, b in zip(ours, theirs, strict=True)):
+    values = [v for v in pytree.tree_leaves(arguments(examples)) if isinstance(v, Tensor)]
+    try:
+        session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
+        names = [i.name for i in session.get_inputs()]
+        results = session.run(None, {n: v.detach().cpu().numpy() for n, v in zip(names, values, strict=True)})
+    except Exception as why:  # its own classes, and TypeError for what NumPy has no type of
+        raise UserError(f"export: onnxruntime can't run this network: {first_line(why)}; nothing was written.") from why
+    ours, theirs = tensors_in(call(model, examples)), [torch.from_numpy(result) for result in results]
+    if [t.shape for t in ours] != [t.shape for t in theirs]:
         raise UserError("export: onnxruntime's outputs have other shapes than the network's; nothing was written.")
-    pairs = [(a.detach().cpu().double(), torch.from_numpy(b).double()) for a, b in zip(ours, theirs, strict=True)]
-    return max((float((a - b).abs().max() / a.abs().max().clamp(min=1e-6)) for a, b in pairs if a.numel()), default=0.0)
+    return max((error(a.cpu(), b) for a, b in zip(ours, theirs, strict=True)), default=0.0)

@@ -235,10 +235,7 @@ def shared_copy(model: nn.Module) -> nn.Module:
 
 
 def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """What a forward has left in attributes (an attention map, a weight times its mask) is copied by its values."""
-    for module in model.modules():
-        left = [value for name, value in vars(module).items() if name not in ("_parameters", "_buffers", "_modules")]
-        memo |= {id(t): t.detach().clone() for t in tensors_in(left) if not t.is_leaf}
+    memo |= computed_attributes(model)
     for name, tensor in model.named_parameters():
         if is_traceable_wrapper_subclass(tensor) and not is_sharded(tensor):
             raise UserError(
@@ -255,6 +252,16 @@ def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
         if new.requires_grad != old.requires_grad:
             new.requires_grad_(old.requires_grad)
     return copied
+
+
+def computed_attributes(model: nn.Module) -> dict[int, Any]:
+    """For `copy.deepcopy`: what was computed and left in attributes (an attention map, a weight times its mask) is
+    copied by its values."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        left = [value for name, value in vars(module).items() if name not in ("_parameters", "_buffers", "_modules")]
+        memo |= {id(t): t.detach().clone() for t in tensors_in(left) if not t.is_leaf}
+    return memo
 
 
 class OnItsOwn(TorchFunctionMode):

@@ -42,7 +42,7 @@ class Gather(nn.Module):
 
     def _places(self) -> Tensor | None:
         """The channel that each output of the layer becomes; None where one becomes none, or several."""
-        if self.write is None:
+        if self.write is None or self.write.is_meta:
             return None
         outputs = len(self.layer.weight)
         place = torch.nonzero(self.write < outputs).flatten()
@@ -52,6 +52,10 @@ class Gather(nn.Module):
 
     def _load_from_state_dict(self, *args: Any, **settings: Any) -> None:
         super()._load_from_state_dict(*args, **settings)
+        self.find_places()
+
+    def find_places(self) -> None:
+        """What is known only once `write` has its values."""
         self.place = self._places()
 
     def forward(self, x: Tensor) -> Tensor:

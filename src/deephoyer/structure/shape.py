@@ -100,6 +100,7 @@ def check_joints(model: nn.Module) -> None:
             index = getattr(module, key)
             if index is not None and (index.min() < 0 or index.max() >= top):
                 raise BadShape(f"shape: {name}.{key} points outside 0…{top - 1}.")
+        module.find_places()
 
 
 Step = Callable[[Renewed], None]
