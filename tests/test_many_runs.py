@@ -543,6 +543,30 @@ def test_a_trial_whose_worker_fell_silent_is_taken_up_once(tmp_path):
     assert other.next() is None and other.open(), "it waits for the trial that the first one has"
 
 
+def test_a_worker_that_slept_goes_on_though_its_trial_was_taken_over(tmp_path):
+    slept = _search(tmp_path / "study", 2)
+    member = slept.next()
+    taken = _search(tmp_path / "study", 2, silent_after=0.0).next()
+    assert taken.folder == member.folder
+    slept.tick([member])
+    member.status = 2
+    slept.ended(member)
+    assert not slept.failures() and slept.next() is not None, "the trial is the other worker's now"
+
+
+def test_fewer_trials_than_there_are_leave_those_that_were_stopped_for_later(tmp_path):
+    study = _search(tmp_path / "study", 2)
+    members = [study.next(), study.next()]
+    for member in members:
+        study.interrupted(member)
+    fewer = _search(tmp_path / "study", 1)
+    first = fewer.next()
+    assert first.overrides == members[0].overrides and fewer.next() is None
+    fewer._fail(first.about["trial"], "no such luck.")
+    assert fewer.next() is None and not fewer.open()
+    assert _search(tmp_path / "study", 2).next().overrides == members[1].overrides
+
+
 def test_a_trial_stopped_with_its_worker_is_the_next_one_of_the_same_command(tmp_path):
     study = _search(tmp_path / "study", 2)
     member = study.next()

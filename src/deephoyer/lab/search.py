@@ -16,6 +16,7 @@ import re
 import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -215,7 +216,7 @@ class Search(Queue):
 
     def open(self) -> bool:
         """Whether there may still be a trial for this worker, such as that of another worker that dies."""
-        return any(trial.state.name in ("RUNNING", "WAITING") for trial in self._all()) or self._room()
+        return any(trial.state.name == "RUNNING" for trial in self._all()) or self._room()
 
     def ended(self, child: ChildRun) -> None:
         number = child.about["trial"]
@@ -256,15 +257,19 @@ class Search(Queue):
         return [t for t in self._all() if "given_up" not in t.user_attrs]
 
     def _room(self) -> bool:
-        counted = self._counted()
-        return len(counted) < self.trials or any(t.state.name == "WAITING" for t in counted)
+        """Whether a trial may start: one that waits to be resumed, or a new one."""
+        return sum(t.state.name != "WAITING" for t in self._counted()) < self.trials
 
     def _note(self, number: int, key: str, value: Any) -> None:
-        """Sets an attribute of any worker's trial, by the trial's id in the storage."""
+        """Sets an attribute of any worker's trial, by the trial's id in the storage; not of one that has ended.
+
+        Another worker may have ended it: this one was stopped, or its machine slept.
+        """
         import optuna
 
         id_in_storage = next(t._trial_id for t in self._all() if t.number == number)
-        optuna.trial.Trial(self.study, id_in_storage).set_user_attr(key, value)
+        with suppress(RuntimeError):  # it has ended
+            optuna.trial.Trial(self.study, id_in_storage).set_user_attr(key, value)
 
     def _heartbeat(self, number: int) -> None:
         self._note(number, "alive", time.time())
