@@ -14,6 +14,7 @@ from deephoyer.lab import cores, sweep
 from deephoyer.lab import recipe as recipes
 from deephoyer.lab.fork_server import Forked, ForkServer
 from deephoyer.lab.processes import IMPORTS, ChildRun, ListQueue, Starter, run_children
+from deephoyer.lab.runs.folder import RunFolder
 from deephoyer.lab.search import MEASURES, Axis, Search, goals
 from deephoyer.lab.train.result import finish
 from deephoyer.lab.train.run import Run
@@ -39,6 +40,19 @@ def test_a_sweep_runs_every_member_and_one_that_fails_leaves_the_others_alone(tm
     sweep.run_all("demo", QUICK, again, 1, None)
     assert (good.folder / "summary.json").stat().st_mtime_ns == before
     assert json.loads((good.folder / "summary.json").read_text()) == again[0].result()
+
+
+def test_a_member_whose_run_another_process_is_doing_waits_for_its_result(tmp_path):
+    [member] = sweep.grid_runs("demo", QUICK, ["seed=0"], tmp_path)
+    other = RunFolder(member.folder)
+    other.open()
+
+    def show(busy):
+        if "another process" in (member.folder / "log.txt").read_text():
+            other.close()
+
+    sweep.run_queue(["demo", *QUICK], ListQueue([member]), 1, ["cpu"], show=show)
+    assert member.status == 0, member.line()
 
 
 PATIENT = """

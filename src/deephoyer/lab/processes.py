@@ -226,7 +226,10 @@ class Starter:
             self.server = None
 
     def __call__(self, child: ChildRun) -> ChildRun:
-        child.log = open(folder_at(child.folder) / "log.txt", "ab" if child.retried else "wb")  # noqa: SIM115 (closed when the process ends)
+        log = folder_at(child.folder) / "log.txt"
+        if not child.retried:
+            log.write_bytes(b"")
+        child.log = open(log, "ab")  # noqa: SIM115 (closed when the process ends; another one may be writing there, too)
         words = [*self.words, *child.overrides, "--out", str(child.folder)]
         if self.server is not None and self.server.gone:
             self._give_up(self.server)
