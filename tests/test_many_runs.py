@@ -89,6 +89,24 @@ def test_ctrl_c_is_told_to_all_members_before_any_is_waited_for(tmp_path, howeve
     assert [m.process.returncode for m in team] == [0, 0]
 
 
+def test_a_second_ctrl_c_while_members_end_leaves_none_that_its_queue_was_not_told_of(tmp_path, monkeypatch):
+    stopped = []
+
+    class Noted(ListQueue):
+        def interrupted(self, member):
+            stopped.append(member)
+
+    def ctrl_c(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess.Popen, "wait", ctrl_c)
+    monkeypatch.setattr(Forked, "wait", ctrl_c)
+    team = [ChildRun([], tmp_path / name) for name in "ab"]
+    with pytest.raises(KeyboardInterrupt):
+        run_children([sys.executable, "-c", "import time; time.sleep(60)"], dict(os.environ), Noted(team), 2, ctrl_c)
+    assert stopped == team
+
+
 FAULTY = """
 import pathlib, sys, time
 mine = pathlib.Path(sys.argv[-1])
@@ -186,14 +204,16 @@ run_children([sys.executable, "-c", child], dict(os.environ), members, 1, keep=s
 """
 
 
-@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL], ids=["terminated", "killed"])
+@pytest.mark.parametrize(
+    "end", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL], ids=["terminated", "hung up", "killed"]
+)
 def test_members_end_with_their_parent_however_it_ends(tmp_path, end, however_started):
     parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path), however_started])
     _until(lambda: (tmp_path / "child" / "ready").exists())
     children = _children_of(parent.pid)
     children += [below for child in children for below in _children_of(child)]
     parent.send_signal(end)
-    parent.wait()
+    assert parent.wait() == (-end if end == signal.SIGKILL else 128 + end)
     assert len(children) == (1 if however_started == "by themselves" else 2)
     _until(lambda: not any(os.path.exists(f"/proc/{child}") for child in children))
 
