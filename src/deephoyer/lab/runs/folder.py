@@ -82,8 +82,8 @@ class RunFolder:
     def close(self) -> None:
         """Unlocks the folder. One that is new and still empty, of a run that was refused, is removed."""
         if self._lock is not None:
-            if self._new and [path.name for path in self.path.iterdir()] == [".lock"]:
-                with suppress(OSError):  # somebody else may have put something there by now
+            with suppress(OSError):  # somebody else may have put something there by now, or deleted it
+                if self._new and [path.name for path in self.path.iterdir()] == [".lock"]:
                     (self.path / ".lock").unlink()
                     self.path.rmdir()
             _locks.discard(self._lock)
