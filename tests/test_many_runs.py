@@ -601,6 +601,11 @@ def test_fewer_trials_than_there_are_leave_those_that_were_stopped_for_later(tmp
     assert _search(tmp_path / "study", 2).next().overrides == members[1].overrides
 
 
+def test_a_worker_with_the_process_number_of_an_earlier_one_draws_other_settings(tmp_path):
+    first, second = (_search(tmp_path / "study", 2).next() for _ in range(2))
+    assert first.overrides != second.overrides
+
+
 def test_a_trial_stopped_with_its_worker_is_the_next_one_of_the_same_command(tmp_path):
     study = _search(tmp_path / "study", 2)
     member = study.next()
@@ -638,6 +643,31 @@ def test_a_trial_whose_network_was_not_compacted_fails_by_itself_and_says_why(tm
     study.ended(member)
     assert study.failures() == [(member.overrides, "its network was not compacted: its outputs differ.")]
     assert study.next() is not None
+
+
+@pytest.mark.parametrize("metrics", [None, "", '{"stage": "finetune", "epoch": 1}', '{"stage"'])
+def test_a_trial_whose_metrics_are_lost_fails_by_itself_and_says_why(tmp_path, metrics):
+    study = _search(tmp_path / "study", 2)
+    member = study.next()
+    member.folder.mkdir(parents=True)
+    (member.folder / "summary.json").write_text(json.dumps({"selected": {"finetune": 7}}))
+    if metrics is not None:
+        (member.folder / "metrics.jsonl").write_text(metrics)
+    member.status = 0
+    study.ended(member)
+    [(_, why)] = study.failures()
+    assert "metrics.jsonl" in why and study.next() is not None
+
+
+@pytest.mark.parametrize("left", [b'{"op_code":8,"worker', bytes(40)], ids=["half a line", "zeros"])
+def test_a_study_goes_on_though_its_last_line_was_not_written_to_its_end(tmp_path, left):
+    study = _search(tmp_path / "study", 2)
+    member = study.next()
+    study.interrupted(member)
+    with open(tmp_path / "study" / "study.journal", "ab") as journal:
+        journal.write(left)
+    assert _search(tmp_path / "study", 2).next().overrides == member.overrides
+    assert _search(tmp_path / "study", 2).next().overrides != member.overrides
 
 
 def test_a_study_whose_folder_was_renamed_goes_on(tmp_path):
