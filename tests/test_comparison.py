@@ -61,6 +61,21 @@ def test_every_comparison_gives_all_methods_the_same_epochs_and_as_many_settings
         assert last.prune is not None and all(r.prune is None for r in before)
 
 
+def test_a_damaged_result_is_told_and_of_a_damaged_failure_the_run_is_needed_again(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    comparison = Comparison("lenet-300-100")
+    job = next(comparison.jobs())
+    folders = [comparison.folder(words) for words in comparison.chain(job)]
+    for folder in folders:
+        folder.mkdir(parents=True)
+        (folder / "failed.json").write_text('"the lo')
+    assert comparison.failure(job) is None and comparison.next().folder == folders[0]
+    for folder in folders:
+        (folder / "summary.json").write_text('{"format"')
+    with pytest.raises(dh.UserError, match=r"summary.json: can't be read"):
+        Comparison("lenet-300-100").outcome(job)
+
+
 @pytest.mark.parametrize("name", comparison_protocol.names())
 def test_methods_that_know_the_size_share_nothing_between_sizes(name):
     comparison = Comparison(name)

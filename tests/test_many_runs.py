@@ -14,6 +14,7 @@ from deephoyer.lab import cores, sweep
 from deephoyer.lab import recipe as recipes
 from deephoyer.lab.fork_server import Forked, ForkServer
 from deephoyer.lab.processes import IMPORTS, ChildRun, ListQueue, Starter, run_children
+from deephoyer.lab.runs.folder import RunFolder
 from deephoyer.lab.search import MEASURES, Axis, Search, goals
 from deephoyer.lab.train.result import finish
 from deephoyer.lab.train.run import Run
@@ -39,6 +40,19 @@ def test_a_sweep_runs_every_member_and_one_that_fails_leaves_the_others_alone(tm
     sweep.run_all("demo", QUICK, again, 1, None)
     assert (good.folder / "summary.json").stat().st_mtime_ns == before
     assert json.loads((good.folder / "summary.json").read_text()) == again[0].result()
+
+
+def test_a_member_whose_run_another_process_is_doing_waits_for_its_result(tmp_path):
+    [member] = sweep.grid_runs("demo", QUICK, ["seed=0"], tmp_path)
+    other = RunFolder(member.folder)
+    other.open()
+
+    def show(busy):
+        if "another process" in (member.folder / "log.txt").read_text():
+            other.close()
+
+    sweep.run_queue(["demo", *QUICK], ListQueue([member]), 1, ["cpu"], show=show)
+    assert member.status == 0, member.line()
 
 
 PATIENT = """
@@ -73,6 +87,24 @@ def test_ctrl_c_is_told_to_all_members_before_any_is_waited_for(tmp_path, howeve
         words, keep = [sys.executable, "-c", PATIENT], however_started == "kept"
         run_children(words, dict(os.environ), ListQueue(team), 2, show, keep=keep)
     assert [m.process.returncode for m in team] == [0, 0]
+
+
+def test_a_second_ctrl_c_while_members_end_leaves_none_that_its_queue_was_not_told_of(tmp_path, monkeypatch):
+    stopped = []
+
+    class Noted(ListQueue):
+        def interrupted(self, member):
+            stopped.append(member)
+
+    def ctrl_c(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess.Popen, "wait", ctrl_c)
+    monkeypatch.setattr(Forked, "wait", ctrl_c)
+    team = [ChildRun([], tmp_path / name) for name in "ab"]
+    with pytest.raises(KeyboardInterrupt):
+        run_children([sys.executable, "-c", "import time; time.sleep(60)"], dict(os.environ), Noted(team), 2, ctrl_c)
+    assert stopped == team
 
 
 FAULTY = """
@@ -172,14 +204,16 @@ run_children([sys.executable, "-c", child], dict(os.environ), members, 1, keep=s
 """
 
 
-@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL], ids=["terminated", "killed"])
+@pytest.mark.parametrize(
+    "end", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL], ids=["terminated", "hung up", "killed"]
+)
 def test_members_end_with_their_parent_however_it_ends(tmp_path, end, however_started):
     parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path), however_started])
     _until(lambda: (tmp_path / "child" / "ready").exists())
     children = _children_of(parent.pid)
     children += [below for child in children for below in _children_of(child)]
     parent.send_signal(end)
-    parent.wait()
+    assert parent.wait() == (-end if end == signal.SIGKILL else 128 + end)
     assert len(children) == (1 if however_started == "by themselves" else 2)
     _until(lambda: not any(os.path.exists(f"/proc/{child}") for child in children))
 
@@ -543,6 +577,35 @@ def test_a_trial_whose_worker_fell_silent_is_taken_up_once(tmp_path):
     assert other.next() is None and other.open(), "it waits for the trial that the first one has"
 
 
+def test_a_worker_that_slept_goes_on_though_its_trial_was_taken_over(tmp_path):
+    slept = _search(tmp_path / "study", 2)
+    member = slept.next()
+    taken = _search(tmp_path / "study", 2, silent_after=0.0).next()
+    assert taken.folder == member.folder
+    slept.tick([member])
+    member.status = 2
+    slept.ended(member)
+    assert not slept.failures() and slept.next() is not None, "the trial is the other worker's now"
+
+
+def test_fewer_trials_than_there_are_leave_those_that_were_stopped_for_later(tmp_path):
+    study = _search(tmp_path / "study", 2)
+    members = [study.next(), study.next()]
+    for member in members:
+        study.interrupted(member)
+    fewer = _search(tmp_path / "study", 1)
+    first = fewer.next()
+    assert first.overrides == members[0].overrides and fewer.next() is None
+    fewer._fail(first.about["trial"], "no such luck.")
+    assert fewer.next() is None and not fewer.open()
+    assert _search(tmp_path / "study", 2).next().overrides == members[1].overrides
+
+
+def test_a_worker_with_the_process_number_of_an_earlier_one_draws_other_settings(tmp_path):
+    first, second = (_search(tmp_path / "study", 2).next() for _ in range(2))
+    assert first.overrides != second.overrides
+
+
 def test_a_trial_stopped_with_its_worker_is_the_next_one_of_the_same_command(tmp_path):
     study = _search(tmp_path / "study", 2)
     member = study.next()
@@ -580,6 +643,31 @@ def test_a_trial_whose_network_was_not_compacted_fails_by_itself_and_says_why(tm
     study.ended(member)
     assert study.failures() == [(member.overrides, "its network was not compacted: its outputs differ.")]
     assert study.next() is not None
+
+
+@pytest.mark.parametrize("metrics", [None, "", '{"stage": "finetune", "epoch": 1}', '{"stage"'])
+def test_a_trial_whose_metrics_are_lost_fails_by_itself_and_says_why(tmp_path, metrics):
+    study = _search(tmp_path / "study", 2)
+    member = study.next()
+    member.folder.mkdir(parents=True)
+    (member.folder / "summary.json").write_text(json.dumps({"selected": {"finetune": 7}}))
+    if metrics is not None:
+        (member.folder / "metrics.jsonl").write_text(metrics)
+    member.status = 0
+    study.ended(member)
+    [(_, why)] = study.failures()
+    assert "metrics.jsonl" in why and study.next() is not None
+
+
+@pytest.mark.parametrize("left", [b'{"op_code":8,"worker', bytes(40)], ids=["half a line", "zeros"])
+def test_a_study_goes_on_though_its_last_line_was_not_written_to_its_end(tmp_path, left):
+    study = _search(tmp_path / "study", 2)
+    member = study.next()
+    study.interrupted(member)
+    with open(tmp_path / "study" / "study.journal", "ab") as journal:
+        journal.write(left)
+    assert _search(tmp_path / "study", 2).next().overrides == member.overrides
+    assert _search(tmp_path / "study", 2).next().overrides != member.overrides
 
 
 def test_a_study_whose_folder_was_renamed_goes_on(tmp_path):

@@ -17,6 +17,7 @@ import shlex
 import statistics
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from functools import cache
 from pathlib import Path
@@ -27,7 +28,7 @@ from deephoyer.lab import recipe as recipes
 from deephoyer.lab.comparison_protocol import Entry, Epochs, read
 from deephoyer.lab.processes import ChildRun, Queue
 from deephoyer.lab.runs.find import RUNS
-from deephoyer.lab.runs.folder import FAILED
+from deephoyer.lab.runs.folder import FAILED, RunFolder
 from deephoyer.lab.schema import Recipe
 from deephoyer.lab.search import MEASURES
 
@@ -328,11 +329,14 @@ class Comparison(Queue):
         if folder not in self._done:
             self._done[folder] = (folder / "summary.json").exists()
             if not self._done[folder] and (folder / FAILED).exists():
-                self._failed[folder] = _json(folder / FAILED)
+                with suppress(UserError):  # where that is damaged, it is run again
+                    self._failed[folder] = str(RunFolder(folder).read_json(FAILED))
         return self._done[folder]
 
     def _measured(self, job: Job, chain: list[tuple[str, ...]]) -> ComparedRun:
-        summaries = [_json(self.folder(words) / "summary.json") for words in chain]
+        from deephoyer.lab.train.result import read_record  # torch takes seconds to load
+
+        summaries = [read_record(RunFolder(self.folder(words))) for words in chain]
         last, total = summaries[-1], summaries[-1]["sparse"]["total"]
         if self.protocol.target == "live":
             share = total["nonzeros"] / total["weights"]
@@ -430,7 +434,3 @@ class Comparison(Queue):
 
     def interrupted(self, child: ChildRun) -> None:
         self._busy.discard(child.folder)
-
-
-def _json(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))

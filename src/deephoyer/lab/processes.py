@@ -149,13 +149,13 @@ def run_children(
     """Executes the runs of a queue, `jobs` at a time, as `words` + overrides + `--out FOLDER`.
 
     If possible, they are forked from a process that has already loaded `imports` (`fork_server.py`); with `keep`, these
-    processes are reused. Progress goes to `show`, or else to `say`; warnings always go to `say`. Ctrl-C and SIGTERM
-    stop the children first; they also end if this process is killed.
+    processes are reused. Progress goes to `show`, or else to `say`; warnings always go to `say`. Ctrl-C, SIGTERM and
+    SIGHUP stop the children first; they also end if this process is killed.
     """
     busy, faulted = list[ChildRun](), list[ChildRun]()
     reported = time.monotonic()
     warn, say = say, say if show is None else _silent
-    with _sigterm_raises(), Starter(words, environment, imports, keep, warn) as start:
+    with _signals_raise(), Starter(words, environment, imports, keep, warn) as start:
         try:
             while queue.open() or busy or faulted:
                 while len(busy) < jobs and (child := queue.next()) is not None:
@@ -171,16 +171,16 @@ def run_children(
                 for child in list(busy):
                     if not _poll(child):
                         continue
-                    busy.remove(child)
                     if jobs > 1 and child.failed_on_gpu():
+                        busy.remove(child)
                         faulted.append(child)
                         say(f"failed on the GPU, will be retried: {child.title}")
                     elif child.failed_in_shared_process():
-                        busy.append(child.retry())
-                        start(child)
+                        start(child.retry())
                         say(f"failed, retried in a new process: {child.title}")
                     else:
                         queue.ended(child)
+                        busy.remove(child)  # after its queue has noted it: Ctrl-C must find it before
                         say(f"{child.line()}: {child.title}")
                 queue.tick([*busy, *faulted])
                 if show is not None:
@@ -191,9 +191,11 @@ def run_children(
                         say(f"{child.title}: {child.line()}")
                 time.sleep(0.2)
         except BaseException:  # above all Ctrl-C
-            _stop(busy)
-            for child in [*busy, *faulted]:
-                queue.interrupted(child)
+            try:
+                _stop(busy)
+            finally:  # a second Ctrl-C, too
+                for child in [*busy, *faulted]:
+                    queue.interrupted(child)
             raise
 
 
@@ -226,7 +228,10 @@ class Starter:
             self.server = None
 
     def __call__(self, child: ChildRun) -> ChildRun:
-        child.log = open(folder_at(child.folder) / "log.txt", "ab" if child.retried else "wb")  # noqa: SIM115 (closed when the process ends)
+        log = folder_at(child.folder) / "log.txt"
+        if not child.retried:
+            log.write_bytes(b"")
+        child.log = open(log, "ab")  # noqa: SIM115 (closed when the process ends; another one may be writing there, too)
         words = [*self.words, *child.overrides, "--out", str(child.folder)]
         if self.server is not None and self.server.gone:
             self._give_up(self.server)
@@ -290,20 +295,25 @@ def _stop(busy: Sequence[ChildRun]) -> None:
 
 
 @contextmanager
-def _sigterm_raises() -> Iterator[None]:
-    """SIGTERM ends the parent like Ctrl-C: children are stopped first. Only the main thread can handle signals."""
+def _signals_raise() -> Iterator[None]:
+    """SIGTERM, and SIGHUP of a terminal that is closed, end the parent like Ctrl-C: children are stopped first.
+
+    Only the main thread can handle signals; one that is ignored, as by nohup, stays so.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    def terminated(*_: object) -> None:
-        raise SystemExit(128 + signal.SIGTERM)
+    def terminated(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
 
-    before = signal.signal(signal.SIGTERM, terminated)
+    handled = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, terminated) for number in handled}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def is_child_run() -> bool:

@@ -10,12 +10,13 @@ from its last checkpoint if the folder is shared.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import socket
 import time
+import zlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from deephoyer.errors import UserError, first_line, unknown
 from deephoyer.files import folder_at
 from deephoyer.lab import recipe as recipes
 from deephoyer.lab.processes import ChildRun, Queue
+from deephoyer.lab.runs.folder import RunFolder
 
 SILENT_AFTER = 120.0
 """Seconds without a heartbeat after which a trial's worker is considered dead."""
@@ -149,8 +151,6 @@ class Search(Queue):
 
     def _open(self, storage: str | None, seed: int) -> Any:
         import optuna
-        from optuna.storages import JournalStorage
-        from optuna.storages.journal import JournalFileBackend
 
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         place: Any = storage
@@ -158,7 +158,7 @@ class Search(Queue):
         if storage is None:
             journal = folder_at(self.folder) / "study.journal"
             try:
-                place = JournalStorage(JournalFileBackend(str(journal)))
+                place = _storage_in(journal)
                 names = optuna.get_all_study_names(place)
             except (ValueError, KeyError, OSError) as why:
                 raise UserError(f"{journal}: can't be read: {first_line(why)}.") from None
@@ -174,14 +174,16 @@ class Search(Queue):
         try:
             study = optuna.create_study(
                 storage=place,
-                # Workers must not draw the same settings: each has its own stream.
-                sampler=optuna.samplers.TPESampler(seed=seed + os.getpid(), multivariate=len(self.axes) > 1),
                 study_name=name,
                 directions=["maximize" if aim.maximize else "minimize" for aim in self.aims],
                 load_if_exists=True,
             )
         except Exception as why:  # each storage has errors of its own
             raise UserError(f"the study {name} can't be opened: {first_line(why)}.") from None
+        # Workers must not draw the same settings: in containers they may have the same process number.
+        own = f"{seed} {socket.gethostname()} {os.getpid()} {len(study.trials)}"
+        sampler = optuna.samplers.TPESampler(seed=zlib.crc32(own.encode()), multivariate=len(self.axes) > 1)
+        study.sampler = sampler
         stored = study.user_attrs.get("search")
         if stored is None:
             study.set_user_attr("search", settings)
@@ -215,7 +217,7 @@ class Search(Queue):
 
     def open(self) -> bool:
         """Whether there may still be a trial for this worker, such as that of another worker that dies."""
-        return any(trial.state.name in ("RUNNING", "WAITING") for trial in self._all()) or self._room()
+        return any(trial.state.name == "RUNNING" for trial in self._all()) or self._room()
 
     def ended(self, child: ChildRun) -> None:
         number = child.about["trial"]
@@ -256,15 +258,19 @@ class Search(Queue):
         return [t for t in self._all() if "given_up" not in t.user_attrs]
 
     def _room(self) -> bool:
-        counted = self._counted()
-        return len(counted) < self.trials or any(t.state.name == "WAITING" for t in counted)
+        """Whether a trial may start: one that waits to be resumed, or a new one."""
+        return sum(t.state.name != "WAITING" for t in self._counted()) < self.trials
 
     def _note(self, number: int, key: str, value: Any) -> None:
-        """Sets an attribute of any worker's trial, by the trial's id in the storage."""
+        """Sets an attribute of any worker's trial, by the trial's id in the storage; not of one that has ended.
+
+        Another worker may have ended it: this one was stopped, or its machine slept.
+        """
         import optuna
 
         id_in_storage = next(t._trial_id for t in self._all() if t.number == number)
-        optuna.trial.Trial(self.study, id_in_storage).set_user_attr(key, value)
+        with suppress(RuntimeError):  # it has ended
+            optuna.trial.Trial(self.study, id_in_storage).set_user_attr(key, value)
 
     def _heartbeat(self, number: int) -> None:
         self._note(number, "alive", time.time())
@@ -317,6 +323,34 @@ class Search(Queue):
         return [(t.user_attrs.get("overrides", []), t.user_attrs.get("why", "its worker died")) for t in failed]
 
 
+def _storage_in(journal: Path) -> Any:
+    """Optuna's storage in a file that a full disk does not spoil.
+
+    Optuna would write its next line behind the half of one that is left, which nobody can read then.
+    """
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
+
+    class Lock(JournalFileSymlinkLock):
+        def acquire(self) -> bool:
+            acquired = super().acquire()
+            with suppress(OSError):  # then it can't be written either, which Optuna says
+                _cut_incomplete_line(journal)
+            return acquired
+
+    return JournalStorage(JournalFileBackend(str(journal), lock_obj=Lock(str(journal))))
+
+
+def _cut_incomplete_line(path: Path) -> None:
+    with open(path, "rb+") as file:
+        if file.seek(0, os.SEEK_END) == 0:
+            return
+        file.seek(-1, os.SEEK_END)
+        if file.read() != b"\n":
+            file.seek(0)
+            file.truncate(file.read().rfind(b"\n") + 1)
+
+
 def _compacted(summary: dict[str, Any]) -> dict[str, Any]:
     if "compact" not in summary:
         raise UserError(f"its network was not compacted: {summary.get('not_compacted')}")
@@ -327,8 +361,10 @@ def _selected_accuracy(folder: Path, summary: dict[str, Any]) -> float:
     """The accuracy on the images that select epochs, in the epoch that was kept of the last stage."""
     if "selection_accuracy" in summary:
         return float(summary["selection_accuracy"])
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    stage = lines[-1]["stage"]
-    epoch = summary["selected"].get(stage, lines[-1]["epoch"])
-    kept = [line for line in lines if line["stage"] == stage and line["epoch"] == epoch][-1]
-    return kept["held_out"] if "held_out" in kept else kept["test"]
+    lines = RunFolder(folder).metrics()
+    stage = lines[-1]["stage"] if lines else None
+    epoch = summary["selected"].get(stage, lines[-1]["epoch"]) if lines else None
+    kept = [line for line in lines if line["stage"] == stage and line["epoch"] == epoch]
+    if not kept:
+        raise UserError(f"{folder}: metrics.jsonl has no epoch that was kept. Delete the folder, and run it again.")
+    return kept[-1]["held_out"] if "held_out" in kept[-1] else kept[-1]["test"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
@@ -49,30 +49,41 @@ class RunFolder:
     def __truediv__(self, name: str) -> Path:
         return self.path / name
 
-    def open(self) -> None:
-        """Makes the folder and locks it against a second process."""
-        try:
-            self._new = not self.path.exists()
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = open(self.path / ".lock", "w")  # noqa: SIM115 (held for the whole run)
-        except OSError as why:
-            raise UserError(f"run folder {self.path}: can't be created: {why.strerror}.") from None
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._lock.close()
-            self._lock = None
-            raise UserError(f"run folder {self.path}: another process is using it.") from None
-        _locks.add(self._lock)
+    def open(self, wait: Callable[[], None] | None = None) -> None:
+        """Makes the folder and locks it against a second process.
+
+        If another process has it, that is refused; or calls `wait`, if given, until that one has ended.
+        """
+        while not self._try_lock():
+            if wait is None:
+                raise UserError(f"run folder {self.path}: another process is using it.")
+            wait()
         (self.path / FAILED).unlink(missing_ok=True)
         for place in (self.path, self.checkpoints):  # of writers that were killed; nobody else writes here now
             remove_leftovers(place)
 
+    def _try_lock(self) -> bool:
+        """Makes and locks the folder; False if another process has the lock."""
+        try:
+            self._new = not self.path.exists()
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = open(self.path / ".lock", "w")  # noqa: SIM115 (held for the whole run)
+        except OSError as why:
+            raise UserError(f"run folder {self.path}: can't be created: {why.strerror}.") from None
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.close()
+            return False
+        self._lock = lock
+        _locks.add(lock)
+        return True
+
     def close(self) -> None:
         """Unlocks the folder. One that is new and still empty, of a run that was refused, is removed."""
         if self._lock is not None:
-            if self._new and [path.name for path in self.path.iterdir()] == [".lock"]:
-                with suppress(OSError):  # somebody else may have put something there by now
+            with suppress(OSError):  # somebody else may have put something there by now, or deleted it
+                if self._new and [path.name for path in self.path.iterdir()] == [".lock"]:
                     (self.path / ".lock").unlink()
                     self.path.rmdir()
             _locks.discard(self._lock)

@@ -24,6 +24,7 @@ from deephoyer.lab.data import TEST, Images
 from deephoyer.lab.data.source import UNREADABLE
 from deephoyer.lab.methods import METHODS, Method
 from deephoyer.lab.methods import Stage as MethodStage
+from deephoyer.lab.processes import is_child_run
 from deephoyer.lab.recipe import Command
 from deephoyer.lab.runs import checkpoint, environment, find
 from deephoyer.lab.runs.folder import FAILED, RunFolder
@@ -51,6 +52,9 @@ FASTER_BATCH = {"cpu": 1000, "cuda": 5000}
 CROPPED_BATCH = {"cpu": 50, "cuda": 250}
 """And of images that are cropped to a size, which are larger."""
 
+LOOK_EVERY = 0.5
+"""Seconds between two looks at a folder that another process is using."""
+
 
 class Run:
     """Takes a recipe through its stages in a folder. `execute()` starts or resumes.
@@ -71,13 +75,14 @@ class Run:
         self._held: Hold | None = None
         self.checkpoints = Checkpoints(self)
         self.processes = Processes()
+        self._waited = False
 
     def execute(self) -> Run:
         """Runs what is left to run; afterwards `model`, `masks` and `state` are the final ones."""
         self.device = local_device(environment.pick_device(self.recipe.device))
         resumable = f"Run the same command again to resume from the last checkpoint in {self.folder.path}."
         with process_group(self.device, resumable) as self.processes:
-            self.processes.on_main(self.folder.open)
+            self.processes.on_main(lambda: self.folder.open(self._wait if is_child_run() else None))
             try:
                 with self.progress, environment.tuned(self.recipe.precision):
                     resumed = self.prepare()
@@ -95,6 +100,13 @@ class Run:
 
     def finished(self) -> bool:
         return self.state.stage not in self.stages
+
+    def _wait(self) -> None:
+        """For the process that does the same run, as another worker of the search, whose result is then read."""
+        if not self._waited:
+            self.progress.note(f"another process is using {self.folder.path}; waiting for it")
+            self._waited = True
+        time.sleep(LOOK_EVERY)
 
     # Preparing
 
