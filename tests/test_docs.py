@@ -222,20 +222,24 @@ def test_the_readmes_words_on_its_table_of_methods_are_true(compared):
 
 
 def test_the_readmes_numbers_of_lenet_5_are_those_of_its_comparisons():
-    weights, groups = results_of("lenet-5"), results_of("lenet-5-structure")
     readme = " ".join(text("README.md").split())
-    for results, ours, theirs, words in (
-        (weights, "Hoyer-Square, effective counts", "l1, effective counts", "l1 has {} % correct with {} % of the weights"),
-        (groups, "Group-HS", "group lasso", "group lasso {} % with {} % of the MACs"),
+    for name, methods, words in (
+        (
+            "lenet-5",
+            [f"{p}, effective counts" for p in ("l1", "Hoyer-Square")],
+            "l1 has {} % correct with {} % of the weights",
+        ),
+        ("lenet-5-structure", ("group lasso", "Group-HS"), "group lasso {} % with {} % of the MACs"),
     ):
-        sizes = [f"{100 * size:g}" for size in results.protocol.sizes]
-        first, second = ([f"{mean:.2f}" for mean in means(results, method)] for method in (theirs, ours))
-        said = words.format(listed(first), listed(sizes))
-        assert f"{said}, {ours.partition(',')[0]} {listed(second)} %" in readme
+        results = results_of(name)
+        sizes = listed(f"{100 * size:g}" for size in results.protocol.sizes)
+        first, second = (listed(f"{mean:.2f}" for mean in means(results, method)) for method in methods)
+        assert f"{words.format(first, sizes)}, {methods[1].partition(',')[0]} {second} %" in readme
 
 
 def listed(words):
-    return ", ".join(words[:-1]) + " and " + words[-1]
+    *some, last = words
+    return f"{', '.join(some)} and {last}"
 
 
 def test_prose_about_strengths_has_the_losses_of_the_comparison(compared):
