@@ -229,7 +229,7 @@ def test_the_readmes_numbers_of_lenet_5_are_those_of_its_comparisons():
             [f"{p}, effective counts" for p in ("l1", "Hoyer-Square")],
             "l1 has {} % correct with {} % of the weights",
         ),
-        ("lenet-5-structure", ("group lasso", "Group-HS"), "group lasso {} % with {} % of the MACs"),
+        ("lenet-5-structure", ("group lasso", "Group-HS"), "group lasso {} % with at most {} % of the MACs"),
     ):
         results = results_of(name)
         sizes = listed(f"{100 * size:g}" for size in results.protocol.sizes)

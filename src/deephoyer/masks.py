@@ -253,9 +253,9 @@ def prune(
     `loss(model, batch)`, the estimated effect of its removal on the loss (`"snip"`, `"taylor"`).
     A weight is kept if all its groups are kept. A rule that would empty a layer raises an error and changes
     nothing, unless `allow_empty` is set; the one channel of gray images stays where filters are pruned as well.
-    `multiple` rounds the number of groups kept in a unit to the nearest
-    multiple: processors compute channels in blocks of 8 or 16. It needs a single kind of group (two kinds would
-    break each other's multiples), and does not change units that the rule keeps whole or that have fewer groups.
+    `multiple` rounds the number of groups kept in a unit to the nearest multiple: processors compute channels in
+    blocks of 8 or 16. It needs a single kind of group (two kinds would break each other's multiples), and does not
+    change units that the rule keeps whole or that have fewer groups.
 
     >>> from deephoyer.rules import Density
     >>> masks = prune(nn.Linear(10, 10), Density(0.2)); masks.density

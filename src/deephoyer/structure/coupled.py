@@ -242,9 +242,7 @@ def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
                 f"{name} is a {type(tensor).__name__}: compact the network before it is quantized or sharded."
             )
     try:
-        with (
-            torch.no_grad()
-        ):  # or parameters of scripted modules would be computed from those that they are copied from
+        with torch.no_grad():  # or parameters of a scripted copy would be computed from the original's
             copied = copy.deepcopy(model, memo).eval()
     except Exception as why:
         raise UserError(f"the model can't be copied (copy.deepcopy): {why}") from why

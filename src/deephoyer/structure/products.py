@@ -145,7 +145,7 @@ def convolves(n: Labels, op: Operation) -> None:
     n.set(op.out, meet(n, parts, op.where))
 
 
-def convolves_where_told(n: Labels, op: Operation) -> None:
+def convolves_at_offsets(n: Labels, op: Operation) -> None:
     """A deformable convolution: where it looks is computed for each place, alike for all channels."""
     x, w, offset, mask, bias = op.args[:5]
     weight_groups, offset_groups = op.args[11:13]
@@ -359,7 +359,7 @@ _RULES: tuple[tuple[Rule, str], ...] = (
     (applies, "linear"),
     (multiplies_by_expert, "_grouped_mm"),
     (convolves, "convolution"),
-    (convolves_where_told, "deform_conv2d"),
+    (convolves_at_offsets, "deform_conv2d"),
     (
         normalises_batch,
         "native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training cudnn_batch_norm "

@@ -74,15 +74,15 @@ class Unknown(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if name in DECIDES and (listed or any(bool(mask.any()) for mask in lost)):
             raise RuntimeError("what a network decides by the values of its input can't be known")
-        told = func.namespace != "aten" and any(id(t) in self._listed or _has_nan(t) for t in given[1:])
-        if told:  # places that another library's kernel looks at: it may look for NaN beyond the end of a tensor
+        blinded = func.namespace != "aten" and any(id(t) in self._listed or _has_nan(t) for t in given[1:])
+        if blinded:  # places that another library's kernel looks at: it may look for NaN beyond the end of a tensor
             args, kwargs = pytree.tree_map_only(
                 Tensor, lambda t: t if t is given[0] or not _has_nan(t) else t.nan_to_num(), (args, kwargs)
             )
         out = func(*args, **kwargs)
         attention = name.startswith("_scaled_dot_product")
         drawn = torch.Tag.nondeterministic_seeded in func.tags and not attention  # other numbers the next time
-        everything = listed or told or drawn or (attention and any(bool(m.any()) for m in lost))
+        everything = listed or blinded or drawn or (attention and any(bool(m.any()) for m in lost))
         for tensor in tensors_in(out):
             if not tensor.is_floating_point():
                 if listed or any(bool(mask.any()) for mask in lost):
