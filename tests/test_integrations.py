@@ -12,7 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import deephoyer as dh
-from deephoyer.plan import Plan, Stages
+from deephoyer.pace import Stages
+from deephoyer.plan import Plan
 from deephoyer.targets import Target
 
 EPOCHS = 5

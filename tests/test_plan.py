@@ -17,55 +17,12 @@ from torch import nn
 import deephoyer as dh
 from deephoyer.counting import count
 from deephoyer.lab.models import make
-from deephoyer.plan import Plan, Stages
+from deephoyer.pace import Stages
+from deephoyer.plan import Plan
 from deephoyer.targets import Target
+from small_training import X, adam, batches, macs_share, network, train
 
-X = torch.zeros(2, 3, 8, 8)
 EPOCHS = 8
-
-
-def network(seed=0):
-    torch.manual_seed(seed)
-    return nn.Sequential(
-        nn.Conv2d(3, 24, 3, padding=1),
-        nn.BatchNorm2d(24),
-        nn.ReLU(),
-        nn.Conv2d(24, 32, 3, padding=1),
-        nn.ReLU(),
-        nn.AdaptiveAvgPool2d(2),
-        nn.Flatten(),
-        nn.Linear(128, 48),
-        nn.ReLU(),
-        nn.Linear(48, 4),
-    )
-
-
-def batches(epoch, count=6, size=(3, 8, 8), of=16):
-    """Images of four kinds that differ by where they are bright."""
-    draw = torch.Generator().manual_seed(epoch)
-    for _ in range(count):
-        y = torch.randint(0, 4, (of,), generator=draw)
-        x = torch.randn(of, *size, generator=draw)
-        half = size[-1] // 2
-        for i, kind in enumerate(y.tolist()):
-            x[i, :, half * (kind // 2) :, half * (kind % 2) :] += 1.0
-        yield x, y
-
-
-def train(model, optimizer, epoch, **settings):
-    model.train()
-    for x, y in batches(epoch, **settings):
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-
-
-def macs_share(small, model, example=X):
-    return count(small, example)[1].macs_executed / count(model, example)[1].macs_executed
-
-
-def adam(model):
-    return torch.optim.Adam(model.parameters(), lr=3e-3)
 
 
 def test_a_plan_to_a_share_of_the_time_says_what_was_measured(monkeypatch, tmp_path):
@@ -206,94 +163,11 @@ def test_a_stronger_pull_leaves_less_of_what_is_pruned():
     assert lost(0.3) < lost(0.03) < lost(0.0)
 
 
-def scored_run(scores, **settings):
-    model = network()
-    optimizer = adam(model)
-    plan = Plan(model, X, optimizer, Target(macs=0.25, drop=0.02), len(scores), **settings)
-    for epoch, score in enumerate(scores):
-        train(model, optimizer, epoch, count=1)
-        plan.epoch(score)
-    return plan, plan.finish(), model
-
-
-def test_where_size_and_drop_conflict_the_drop_wins_and_the_plan_says_how_far_it_came():
-    """Pruned once it keeps its score, pruned twice it does not."""
-    plan, small, model = scored_run([0.9, 0.9, 0.9, 0.89, 0.7, 0.7, 0.8, 0.85], stages=Stages(0.25, 0.25), rounds=2)
-    assert plan.report.score == 0.89 and plan.report.epoch == 4
-    assert all(torch.equal(model.get_parameter(name) != 0, mask) for name, mask in plan.masks.items())
-    assert macs_share(small, model) == pytest.approx(0.5, rel=0.03)
-    assert "was asked for: cutting further lost more than the drop of 0.02" in plan.report.notes[0]
-    assert "asked for: 0.25 of the MACs, losing at most 0.02" in str(plan.report)
-
-
-LOST = "cutting further lost more than the drop of 0.02 that is allowed"
-UNKNOWN = "it was pruned further, but no score was given after that"
-UNASKED = "no score was given when the next prune was due"
-
-
-@pytest.mark.parametrize(
-    ("regularize", "scores", "why"),
-    [
-        (0.25, [0.9, 0.9], "finished after 2 of 8, before the next prune was due"),
-        (0.25, [0.9, 0.9, 0.9, 0.7], LOST),
-        (0.25, [0.9, 0.9, 0.9, None, None], UNKNOWN),
-        (0.25, [0.9, 0.9, 0.9, 0.89], UNKNOWN),
-        (0.25, [0.9, 0.9, 0.9, 0.89, 0.7], LOST),
-        (0.5, [0.9, 0.9, 0.9, 0.9, 0.89, None, None], UNASKED),
-        (0.5, [0.9, 0.9, 0.9, 0.9, 0.89, 0.7], "the score was too low when the next prune was due"),
-    ],
-)
-def test_a_report_says_of_a_drop_only_what_scores_have_shown(regularize, scores, why):
-    model = network()
-    optimizer = adam(model)
-    settings = {"stages": Stages(0.25, regularize), "rounds": 2, "pull": 0}  # prunes after 3 and 4 steps, or 4 and 6
-    plan = Plan(model, X, optimizer, Target(macs=0.25, drop=0.02), steps=8, **settings)
-    for step, score in enumerate(scores):
-        train(model, optimizer, step, count=1)
-        plan.step(score)
-    plan.finish()
-    (note,) = plan.report.notes
-    assert note.endswith(f"0.25 was asked for: {why}."), note
-
-
 def test_a_plan_that_is_never_told_of_an_epoch_says_so():
     model = network()
     plan = Plan(model, X, adam(model), Target(macs=0.5), 4)
     with pytest.warns(UserWarning, match=r"plan.epoch\(\) was never called: call it after every epoch"):
         plan.finish()
-
-
-def test_a_score_from_before_the_last_prune_is_not_that_of_the_pruned_network():
-    model = network()
-    plan = Plan(model, X, adam(model), Target(macs=0.5), 4, pull=0)
-    plan.epoch(0.9)
-    plan.finish()
-    assert plan.report.score is None and "none was given for these weights; 0.9000 before" in str(plan.report)
-    plan = Plan(model, X, adam(model), Target(macs=0.5, drop=0.1), steps=2, rounds=1, pull=0, baseline=0.9)
-    plan.step()
-    plan.step()
-    plan.finish()
-    assert plan.report.notes == ["no score was given after the last prune: what it lost is not known."]
-
-
-def test_a_prune_waits_until_the_score_is_back():
-    plan, small, model = scored_run([0.9, 0.9, 0.9, 0.8, 0.8, 0.89, 0.89, 0.89], stages=Stages(0.25, 0.25), rounds=2)
-    shares = [line["share"] for line in plan.history]
-    assert shares[5] > 0.4 > shares[6], "after the sixth epoch"
-    assert macs_share(small, model) == pytest.approx(0.25, rel=0.05) and plan.report.score == 0.89
-
-
-def test_the_epoch_that_is_kept_is_the_best_after_the_last_prune():
-    model = network()
-    optimizer = adam(model)
-    plan = Plan(model, X, optimizer, Target(macs=0.3), 6, stages=Stages(0, 0.5), rounds=1)
-    kept = {}
-    for epoch, score in enumerate([0.99, 0.99, 0.99, 0.5, 0.8, 0.7]):
-        train(model, optimizer, epoch)
-        kept[epoch] = copy.deepcopy(model.state_dict())
-        plan.epoch(score)
-    plan.finish()
-    assert plan.report.epoch == 5 and all(torch.equal(t, kept[4][n]) for n, t in model.state_dict().items())
 
 
 def hooks_of(optimizer):
@@ -367,35 +241,6 @@ def test_a_plan_may_be_collected_while_the_optimizer_calls_its_hooks():
     fill(model)
     train(model, optimizer, 1, count=2)
     assert model[0].weight.flatten(1).any(1).all()
-
-
-def test_a_score_that_is_no_number_is_the_worst_of_all():
-    model = network()
-    optimizer = adam(model)
-    plan = Plan(model, X, optimizer, Target(macs=0.5, drop=0.05), 8, stages=Stages(0.2, 0.3), rounds=2)
-    for epoch, score in enumerate([float("nan"), 0.8, 0.8, 0.8, float("nan"), 0.78, 0.79, 0.78]):
-        train(model, optimizer, epoch, count=1)
-        plan.epoch(torch.tensor(score))
-    plan.finish()
-    assert plan.report.base == pytest.approx(0.8) and plan.report.score == pytest.approx(0.79)
-    assert plan.report.epoch == 7 and plan.report.reached == pytest.approx(0.5, rel=0.03)
-
-
-def test_without_a_score_to_measure_a_drop_from_nothing_is_pruned():
-    model = network()
-    optimizer = adam(model)
-    plan = Plan(model, X, optimizer, Target(macs=0.3, drop=0.0), steps=12)
-    for step in range(12):
-        train(model, optimizer, step, count=1)
-        if step == 1:
-            with pytest.warns(UserWarning, match="the first prune waits for a score"):
-                plan.step()
-        else:
-            plan.step(0.9 if step == 6 else 0.5 if step == 7 else None)
-        assert (plan.masks is None) == (step < 6)
-    plan.finish()
-    assert plan.report.base == 0.9 and plan.report.reached == 1.0, "what was cut lost more than is allowed"
-    assert "the weights of step 7" in str(plan.report)
 
 
 def test_weights_that_came_back_behind_the_hooks_are_zero_again_and_told():
@@ -561,9 +406,9 @@ def test_a_plan_that_makes_no_sense_is_refused(settings, told):
     ("target", "told"),
     [
         ({}, "give one of macs"),
-        ({"macs": 0.5, "latency": 0.5}, "here are 2"),
+        ({"macs": 0.5, "latency": 0.5}, "there are 2"),
         ({"macs": 1.5}, "at most 1"),
-        ({"macs": 0}, "above 0"),
+        ({"macs": 0}, "it needs a drop="),
         ({"macs": 0.5, "drop": -1}, "drop"),
         ({"latency": 0.5, "batch": 0}, "batch is 0"),
         ({"latency": 0.5, "dtype": "bfloat16"}, "dtype is 'bfloat16'"),

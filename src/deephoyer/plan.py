@@ -12,7 +12,6 @@ import math
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, Self, Unpack
 
 import torch
@@ -25,6 +24,7 @@ from deephoyer.groups import Kinds
 from deephoyer.inference import Examples
 from deephoyer.masks import Hold, Masks
 from deephoyer.optimizers import bare, held_by, nested, silence
+from deephoyer.pace import Pace, Stages
 from deephoyer.penalties import Penalty, wide
 from deephoyer.plan_report import PlanReport
 from deephoyer.regularizer import Regularizer
@@ -41,20 +41,6 @@ PART_OF_THE_WAY = 0.1
 """How far the penalty takes the density towards what the next prune keeps: it shows which channels are to go."""
 LOOK_EVERY = 10
 """After how many steps it is looked whether the penalty has done enough: once it acts, densities fall ever faster."""
-
-
-@dataclass(frozen=True)
-class Stages:
-    """The shares of all epochs: dense, then with the regularizer, which ends with pruning; finetuning has the rest."""
-
-    dense: float = 0.1
-    regularize: float = 0.2
-
-    def __post_init__(self) -> None:
-        for name in ("dense", "regularize"):
-            not_negative(getattr(self, name), f"stages: {name}")
-        if self.dense + self.regularize > 1:
-            raise UserError(f"stages: {self.dense} + {self.regularize} is more than all of the epochs.")
 
 
 class Plan:
@@ -91,7 +77,7 @@ class Plan:
         control: bool = True,
         weigh: str = "size",
         stages: Stages | None = None,
-        rounds: int = 3,
+        rounds: int | None = None,
         batches: Iterable[Any] | None = None,
         baseline: float | None = None,
         **choosing: Unpack[Choosing],
@@ -100,7 +86,7 @@ class Plan:
         self.by_steps = steps is not None
         self.model, self.target = unwrap(model), target
         self.optimizers = [bare(o) for o in (optimizer if isinstance(optimizer, list | tuple) else [optimizer])]
-        self.stages, self.rounds = stages or Stages(), positive_whole(rounds, "plan: rounds")
+        self.pace = Pace(target, self.total, stages, rounds)
         with torch.random.fork_rng(devices=[]):  # making a plan leaves the user's random numbers alone
             self.cutter = Cutter(model, example_inputs, target, groups, batches=batches, **choosing)
         self.regularizer = Regularizer(
@@ -116,7 +102,6 @@ class Plan:
         if self.baseline is not None and not math.isfinite(self.baseline):
             raise UserError(f"plan: the baseline is {shown(baseline)}; no drop can be measured from that.")
         self.done = 0
-        self.level = 0
         self.masks: Masks | None = None
         self.history: list[dict[str, Any]] = []
         self.notes: list[str] = []
@@ -142,15 +127,6 @@ class Plan:
 
     # Where it stands
 
-    @property
-    def moments(self) -> list[int]:
-        """The epoch (or step) after which each round prunes, if the drop allows it."""
-        begin = round(self.stages.dense * self.total)
-        last = max(round((self.stages.dense + self.stages.regularize) * self.total), begin + self.rounds)
-        last = min(last, max(1, self.total - 1))  # an epoch at least is left to finetune
-        begin = min(begin, last - 1)
-        return [begin + max(1, round((last - begin) * (i + 1) / self.rounds)) for i in range(self.rounds)]
-
     def __str__(self) -> str:
         """Where it stands, or the report once it is finished."""
         if self.report is not None:
@@ -162,20 +138,16 @@ class Plan:
     def stage(self) -> str:
         if self.report is not None:
             return "done"
-        if self.level >= self.rounds:
+        if self.pace.over:
             return "finetune"
-        return "dense" if self.done < round(self.stages.dense * self.total) else "regularize"
-
-    def share_of_level(self, level: int) -> float:
-        """The target cost after this many rounds: each removes the same fraction of what the previous one left."""
-        return float(self.target.share ** (level / self.rounds))
+        return "dense" if self.done < round(self.pace.stages.dense * self.total) else "regularize"
 
     def metrics(self) -> dict[str, float]:
         """The current state as numbers, for TensorBoard (`writer.add_scalars("plan", plan.metrics(), epoch)`)."""
         strength = sum(self.regularizer.strength_now().values()) / len(self.regularizer.schedules)
         line = {
             "share": self._share,
-            "round": float(self.level),
+            "round": float(self.pace.level),
             "strength": strength if self._attached else 0.0,
             "effective_density": self.regularizer.effective_density().item(),
         }
@@ -221,9 +193,10 @@ class Plan:
                     **({} if score is None else {"score": score}),
                 }
             )
-        due = sum(self.done >= moment for moment in self.moments)
-        if self.level < due and self._allowed(score):
-            self._prune(due if self.target.drop is None else self.level + 1)
+        if score is not None and self.pace.level and not self._within(score):
+            self._recover()
+        elif (rounds := self.pace.due(self.done)) and self._allowed(score):
+            self._prune(rounds)
         self._follow()
 
     def finish(self) -> nn.Module:
@@ -233,14 +206,12 @@ class Plan:
         if self.done == 0:
             unit = "step" if self.by_steps else "epoch"
             self._tell(f"plan.{unit}() was never called: call it after every {unit}, which is when it prunes.")
-        if self.level < self.rounds and self.target.drop is None:
+        if not self.pace.over and self.target.drop is None:
             self._note(f"finished after {self.done} of {self.total}, before the last prune: it is not finetuned.")
-            self._prune(self.rounds)
+            self._prune(self.pace.rounds - self.pace.level)
         self._keep_zeros()
         if self._best is not None:
-            self.model.load_state_dict(self._best["model"])
-            self.level = int(self._best["level"])
-            self.masks = None if self._best["masks"] is None else Masks(self._best["masks"], self.model)
+            self._restore(self._best)
         self._release()
         small = self.cutter.compacted()
         self.report = self._reported(small)
@@ -273,7 +244,7 @@ class Plan:
             self._detach()
             return
         if self._enough is None and self.control and (self.pull or self._given):
-            kept = self.cutter.plan(self.share_of_level(self.level + 1)).kept()
+            kept = self.cutter.plan(self.pace.after()).kept()
             now = self.regularizer.effective_density().item()
             self._enough = now + PART_OF_THE_WAY * (kept * self._density_whole - now)
         if not self._watch and (self.pull or self._given):
@@ -354,16 +325,37 @@ class Plan:
                 "the first prune waits for a score to measure the allowed drop from; none was given when it was due."
             )
             return False
-        return self.level == 0 or (score is not None and self._within(score))
+        return self.pace.level == 0 or (score is not None and self._within(score))
 
-    def _prune(self, level: int) -> None:
+    def _prune(self, rounds: int) -> None:
         if self._watch and not self._stepped:
             self._tell("the optimizer given made no step while it regularized: does another one train the model?")
-        cut = agreed(self.cutter.aim(self.share_of_level(level)))
+        cut = agreed(self.cutter.aim(self.pace.after(rounds)))
         assert isinstance(cut, Cut)
         self._hold(self.cutter.apply(cut))
-        self.level, self._share = level, cut.share
+        self.pace.pruned(rounds, self.done)
+        self._share = cut.share
         self._enough, self._resting = None, False
+
+    def _recover(self) -> None:
+        """The score is too low: the network trains without the penalty; if that takes too long, less is pruned."""
+        self._resting = True
+        best, pace = self._best, self.pace
+        if best is None or self.done - pace.pruned_at < pace.patience or best["aimed"] <= pace.share:
+            return
+        self._restore(best)
+        pace.smaller_rounds()
+        if pace.due(self.done):
+            self._prune(1)
+
+    def _restore(self, best: Mapping[str, Any]) -> None:
+        """The weights and zeros of an epoch that was kept."""
+        self._let_zeros_go()
+        self.model.load_state_dict(best["model"])
+        self.pace.back_to(best["level"], best["aimed"])
+        self.masks, self._share = None, best["share"]
+        if best["masks"] is not None:
+            self._hold(Masks(best["masks"], self.model))
 
     def _hold(self, masks: Masks) -> None:
         self._let_zeros_go()
@@ -409,15 +401,18 @@ class Plan:
 
     def _remember(self, score: float) -> None:
         """Keeps the weights of the epoch that would be handed back if training ended now."""
-        if self.target.drop is None and self.level < self.rounds:
+        pace = self.pace
+        if self.target.drop is None and not pace.over:
             return
-        within = self.level == 0 or self._within(score)
-        rank = [float(within), float(self.level if within else 0), score]
+        within = pace.level == 0 or self._within(score)
+        rank = [float(within), -pace.share if within else 0.0, score]
         if self._best is None or rank > self._best["rank"]:
             weights = {name: _kept(value) for name, value in self.model.state_dict().items()}
             self._best = {
                 "rank": rank,
-                "level": self.level,
+                "level": pace.level,
+                "aimed": pace.share,
+                "share": self._share,
                 "epoch": self.done,
                 "score": score,
                 "model": weights,
@@ -441,7 +436,7 @@ class Plan:
         return {
             "made": self._made(),
             "done": self.done,
-            "level": self.level,
+            "pace": self.pace.state_dict(),
             "regularizer": self.regularizer.state_dict(),
             "masks": None if self.masks is None else self.masks.state_dict(),
             "best": self._best,
@@ -457,7 +452,7 @@ class Plan:
 
     def _made(self) -> str:
         """What a plan that is resumed has to have in common with the one that was saved."""
-        return f"{self.total} {'steps' if self.by_steps else 'epochs'}, {self.rounds} rounds, {self.target.size()}"
+        return f"{self.total} {'steps' if self.by_steps else 'epochs'}, {self.pace.rounds} rounds, {self.target.size()}"
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resumes from a `state_dict`; load the states of the model and the optimizer as well."""
@@ -470,7 +465,8 @@ class Plan:
             )
         self._release()
         self._stopped = False
-        self.done, self.level = int(state["done"]), int(state["level"])
+        self.done = int(state["done"])
+        self.pace.load_state_dict(state["pace"])
         self.regularizer.load_state_dict(state["regularizer"])
         self._best = None if state["best"] is None else dict(state["best"])
         self.history = [dict(line) for line in state["history"]]
@@ -490,11 +486,12 @@ class Plan:
     def _reported(self, small: nn.Module) -> PlanReport:
         reached = self.cutter.share_of(small)
         notes = list(self.notes)
-        if (why := self.cutter.why_not(reached)) is not None:
-            if self.level < self.rounds:
-                why = f"{why.partition(':')[0]}: {self._why_no_further()}."
-            notes.append(why)
-        if self.target.drop is not None and self.level > 0 and self._best is None:
+        missed, stopped = self.cutter.why_not(reached), self.pace.share > self.pace.goal
+        if missed is not None or (stopped and self.target.open_ended):
+            far, _, why = (missed or "").partition(": ")
+            why = f"{self._why_no_further()}." if stopped else why
+            notes.append(f"{far}: {why}" if far else why)
+        if self.target.drop is not None and self.pace.level > 0 and self._best is None:
             notes.append("no score was given after the last prune: what it lost is not known.")
         if self._stepped and self.pull and not self._given and not self._calibrated():
             notes.append(
@@ -519,14 +516,16 @@ class Plan:
             return "no score was given to measure the drop from"
         unit = "step" if self.by_steps else "epoch"
         shares = {line[unit]: line["share"] for line in self.history if "score" in line}
-        kept = shares[self._best["epoch"]] if self._best else self._share
+        kept, moment = self._share, self.pace.next_moment
         if any(share < kept for share in shares.values()):
             return f"cutting further lost more than the drop of {self.target.drop:g} that is allowed"
-        if self._share < kept:
+        if self._best and self._best["epoch"] <= self.pace.pruned_at:
             return "it was pruned further, but no score was given after that"
-        if self.done < self.moments[self.level]:
+        if self.done < moment:
             return f"finished after {self.done} of {self.total}, before the next prune was due"
-        scored = any(at >= self.moments[self.level] and share == kept for at, share in shares.items())
+        if self._best and self._best["epoch"] == self.total:
+            return f"the {unit}s were over before it was pruned further"
+        scored = any(at >= moment and share == kept for at, share in shares.items())
         return f"{'the score was too low' if scored else 'no score was given'} when the next prune was due"
 
 

@@ -36,7 +36,7 @@ class PlanReport:
     def to_json(self) -> dict[str, Any]:
         """Plain data, for a log of any kind."""
         return {
-            "target": {self.target.kind: self.target.share, "drop": self.target.drop},
+            "target": {self.target.kind: getattr(self.target, self.target.kind), "drop": self.target.drop},
             "reached": self.reached,
             "epoch": self.epoch,
             "score": self.score,

@@ -29,6 +29,8 @@ from deephoyer.structure import Coupled, compact, tidy
 from deephoyer.widths import macs_cost
 
 SIZES = ("macs", "parameters", "density", "latency")
+FEWEST = 0.01
+"""The share that is gone for where as little as possible is asked for: networks lose their score long before."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +40,13 @@ class Target:
     One of `macs`, `parameters`, `density` (nonzero weights) and `latency` (time of a forward pass) is a fraction of the
     network's original value: `latency=0.5` is half of its time for `batch` examples on this device. `drop` is how far
     the score may fall, in its own units (0.005 of an accuracy between 0 and 1); if both cannot be met, the drop has
-    priority. `mode` (how the network will be run) and `dtype` (its precision) only affect latency.
+    priority. With a drop the size may be 0, which means as little as the drop allows; without any size MACs are meant.
+    `mode` (how the network will be run) and `dtype` (its precision) only affect latency.
 
     >>> Target(macs=0.4, drop=0.005).title()
     '0.4 of the MACs, losing at most 0.005'
+    >>> Target(drop=0.005).title(), Target(latency=0, drop=0.005).title()
+    ('as few MACs as possible, losing at most 0.005', 'as little time as possible, losing at most 0.005')
     """
 
     macs: float | None = None
@@ -54,14 +59,22 @@ class Target:
     dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        given = {name: getattr(self, name) for name in SIZES if getattr(self, name) is not None}
-        if len(given) != 1:
-            raise UserError(f"target: give one of {', '.join(SIZES)}, as in Target(macs=0.4); here are {len(given)}.")
-        for name, share in given.items():
-            if not_negative(share, f"target: {name}") > 1 or not share:
-                raise UserError(f"target: {name} is {share!r}; it is a share of the network's, above 0 and at most 1.")
         if self.drop is not None:
             not_negative(self.drop, "target: drop")
+            if all(getattr(self, name) is None for name in SIZES):
+                object.__setattr__(self, "macs", 0.0)
+        given = {name: getattr(self, name) for name in SIZES if getattr(self, name) is not None}
+        if len(given) != 1:
+            raise UserError(
+                f"target: give one of {', '.join(SIZES)}, as in Target(macs=0.4), or a drop; there are {len(given)}."
+            )
+        for name, share in given.items():
+            if not_negative(share, f"target: {name}") > 1:
+                raise UserError(f"target: {name} is {share!r}; it is a share of the network's, at most 1.")
+            if not share and self.drop is None:
+                raise UserError(
+                    f"target: {name} is {share!r}, as little as possible: it needs a drop=, how far the score may fall."
+                )
         positive_whole(self.batch, "target: batch")
         if self.mode not in MODES:
             raise unknown("mode of running a network", self.mode, MODES)
@@ -73,12 +86,20 @@ class Target:
         return next(name for name in SIZES if getattr(self, name) is not None)
 
     @property
+    def open_ended(self) -> bool:
+        """Whether as little as the drop allows is asked for."""
+        return not getattr(self, self.kind)
+
+    @property
     def share(self) -> float:
+        """The share to go for."""
         share: float = getattr(self, self.kind)
-        return share
+        return share or FEWEST
 
     def size(self) -> str:
         whole = {"macs": "MACs", "parameters": "parameters", "density": "weights", "latency": "time"}[self.kind]
+        if self.open_ended:
+            return f"as {'little' if self.kind == 'latency' else 'few'} {whole} as possible"
         return f"{self.share:g} of the {whole}"
 
     def title(self) -> str:

@@ -1,29 +1,34 @@
-"""The README's table of methods: what each keeps at every size of the comparisons on one network.
+"""The README's table of methods: what each keeps at the middle size of every comparison on MNIST.
 
-All numbers are in the page of methods, with their spread and their settings; here a method is a line.
+All numbers are in the page of methods, with their spread, their settings and the other sizes; here a method is a line.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from deephoyer.lab import comparison_protocol
 from deephoyer.lab.report import comparison_results
+from deephoyer.lab.report.comparison_results import ComparisonResults
 from deephoyer.lab.report.significance import BEST, verdicts
 from deephoyer.lab.report.table import Column, Table
 
-WEIGHTS, NEURONS = "lenet-300-100", "lenet-300-100-structure"
+COMPARISONS = {
+    "lenet-300-100": "LeNet-300-100",
+    "lenet-5": "LeNet-5",
+    "lenet-300-100-structure": "LeNet-300-100",
+    "lenet-5-structure": "LeNet-5",
+}
 
 
 class Line(NamedTuple):
-    """A method under the names that it has in the two comparisons."""
+    """A method, under the names that it has where single weights and where groups are compared."""
 
     title: str
     weights: str | None
-    neurons: str | None
+    groups: str | None
 
 
 LINES = (
@@ -34,6 +39,8 @@ LINES = (
     Line("soft filter pruning", None, "soft filter pruning"),
     Line("ADMM", "ADMM", "ADMM"),
     Line("l0", "l0", "l0"),
+    Line("RigL", "RigL", None),
+    Line("gradual magnitude", "gradual magnitude", None),
     Line("one cut by Taylor scores", "Taylor, one cut", "Taylor, one cut"),
     Line("one cut by magnitude", "magnitude, one cut", "l1 norm, one cut"),
     Line("at random", "random", "random"),
@@ -42,34 +49,24 @@ LINES = (
 
 def overview(folder: Path = comparison_results.RESULTS) -> Table[Line]:
     """Mean test accuracy of the fresh seeds in percent; bold where it is significantly higher than all others'."""
-    columns = [
-        Column[Line]("LeNet-300-100, % correct, with …", lambda line: line.title),
-        *_columns(folder, WEIGHTS, lambda line: line.weights),
-        *_columns(folder, NEURONS, lambda line: line.neurons),
-    ]
+    columns = [Column[Line]("% correct", lambda line: line.title)]
+    for name, network in COMPARISONS.items():
+        results = comparison_results.read(name, comparison_protocol.read(name), folder)
+        if results is not None:
+            columns.append(_column(network, results))
     return Table("methods", columns, LINES)
 
 
-def _columns(folder: Path, name: str, method_of: Callable[[Line], str | None]) -> list[Column[Line]]:
-    """One for each size of a comparison."""
-    protocol = comparison_protocol.read(name)
-    results = comparison_results.read(name, protocol, folder)
-    if results is None:
-        return []
-    titles = {size: f"{100 * size:g} % of the {protocol.counts}" for size in protocol.sizes}
-    return [_column(title, results.accuracies(size), method_of) for size, title in titles.items()]
-
-
-def _column(
-    title: str, accuracies: Mapping[str, Mapping[int, float]], method_of: Callable[[Line], str | None]
-) -> Column[Line]:
+def _column(network: str, results: ComparisonResults) -> Column[Line]:
+    protocol = results.protocol
+    accuracies = results.accuracies(protocol.middle)
     judged = verdicts(accuracies)
 
     def cell(line: Line) -> str | None:
-        method = method_of(line)
+        method = line.weights if protocol.target == "live" else line.groups
         if method is None or not accuracies[method]:
             return None
         mean = f"{statistics.fmean(100 * a for a in accuracies[method].values()):.2f}"
         return f"**{mean}**" if judged[method] == BEST else mean
 
-    return Column(title, cell, "right")
+    return Column(f"{network}, {100 * protocol.middle:g} % of the {protocol.counts}", cell, "right")
