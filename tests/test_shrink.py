@@ -260,6 +260,9 @@ def test_shrink_stops_where_the_allowed_drop_is_used_up():
     small = dh.shrink(model, X, Target(parameters=0.2, drop=0.3), validate=validate)
     assert 0.7 <= small.shrink_report.scores[1] <= 0.75
     assert "more was lost than the drop of 0.3" in str(small.shrink_report)
+    small = dh.shrink(model, X, Target(parameters=0, drop=0.3), validate=validate)
+    assert 0.7 <= small.shrink_report.scores[1] <= 0.75 and "note" not in str(small.shrink_report)
+    assert "asked for: as few parameters as possible, losing at most 0.3; reached 0.7" in str(small.shrink_report)
     gone = lambda m: 1.0 if m is model else float("nan")  # noqa: E731
     assert dh.shrink(model, X, Target(parameters=0.2, drop=0.3), validate=gone).shrink_report.reached == 1.0
     with pytest.raises(dh.UserError, match="what validate= gives is None"):

@@ -106,7 +106,8 @@ def shrink(
         after = _scored(validate, small)
         if target.drop is not None and before is not None and after < before - target.drop:
             small, after = _as_far_as_allowed(cutter, whole, seen, validate, before)
-            note = f"note:      at {target.share:g} more was lost than the drop of {target.drop:g} that is allowed."
+            if not target.open_ended:
+                note = f"note:      at {target.share:g} more was lost than the drop of {target.drop:g} that is allowed."
     reached = cutter.share_of(small)
     if not note and (why := cutter.why_not(reached)) is not None:
         note = f"note:      {why}"
