@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import allowed_drop
 import cifar_fronts
 import epochs
 import imports
@@ -67,6 +68,17 @@ def test_a_network_that_a_benchmark_has_not_is_named(monkeypatch, capsys):
         output_of(regularizer, monkeypatch, capsys, "--device", "cpu", "--networks", "lenet", "--brief")
     with pytest.raises(UserError, match="Did you mean 'lenet-5'"):
         output_of(epochs, monkeypatch, capsys, "--device", "cpu", "--cases", "lenet-6")
+
+
+def test_a_plan_told_a_drop_alone_stands_beside_a_training_for_each_size():
+    dense = {"way": "dense", "trainings": 0, "macs": 1.0, "held_out": 0.97, "test": 0.98}
+    one = {"way": "a plan, told the drop alone", "trainings": 1, "macs": 0.1, "held_out": 0.965, "test": 0.97}
+    lines = [dense, dense, one, one | {"macs": 0.2}, {"way": "magnitude", "trainings": 6}]
+    assert allowed_drop.table({"lines": lines}).splitlines()[2:] == [
+        "| dense |  | 1.000 | 97.00 | 98.00 |",
+        "| a plan, told the drop alone | 1 | 0.150 ± 0.071 | 96.50 | 97.00 |",
+        "| magnitude | 6 | – | – | – |",
+    ]
 
 
 def test_a_step_is_compared_with_the_bare_one(monkeypatch, capsys):
