@@ -71,7 +71,7 @@ def text_of(name: str) -> str:
 
 
 def _path(name: str) -> Path:
-    if Path(name).suffix in (".yaml", ".yml"):
+    if is_own(name):
         return Path(name)
     if name not in names():
         if name in renamed()["recipes"]:
@@ -110,7 +110,12 @@ def folder_name(base: str, overrides: Iterable[str] = ()) -> str:
 
 def title(base: str) -> str:
     """A file's own name, or a recipe's with its folder."""
-    return Path(base).stem if Path(base).suffix in (".yaml", ".yml") else base
+    return Path(base).stem if is_own(base) else base
+
+
+def is_own(name: str) -> bool:
+    """Whether a recipe is a file of the user's, not one of ours by its name."""
+    return Path(name).suffix in (".yaml", ".yml")
 
 
 def read(name: str, overrides: Iterable[str] = ()) -> Recipe:
@@ -181,7 +186,7 @@ def _extended(name: str, before: tuple[str, ...] = ()) -> dict[str, Any]:
         return {key: value for key, value in content.items() if value is not None}
     if not isinstance(base, str):
         raise UserError(f"recipe {name}: extends: {base!r} is not the name of a recipe.")
-    if Path(base).suffix in (".yaml", ".yml") and Path(name).suffix in (".yaml", ".yml"):
+    if is_own(base) and is_own(name):
         base = str(Path(name).parent / base)
     try:
         under = _extended(base, (*before, name))
@@ -193,7 +198,7 @@ def _extended(name: str, before: tuple[str, ...] = ()) -> dict[str, Any]:
 
 def _same_file(name: str, other: str) -> bool:
     """Whether two names stand for one recipe; a file has several, like a.yaml and ../here/a.yaml."""
-    return name == other or (Path(name).suffix in (".yaml", ".yml") and Path(name).resolve() == Path(other).resolve())
+    return name == other or (is_own(name) and Path(name).resolve() == Path(other).resolve())
 
 
 def _merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -127,6 +127,11 @@ def refuse_another(comparison: Comparison) -> None:
             "file, or give this comparison another name."
         )
     if not comparison.has_settings_of(content):
+        if content.get("recipe") != (comparison.own_digest or None):
+            raise UserError(
+                f"compare: {path} has the results of what {protocol.base} was before it was changed: rename or delete "
+                "that file, or give this comparison another name."
+            )
         settings = [*(f"{stage}.epochs={n}" for stage, n in content["epochs"].items()), *content["words"]]
         raise UserError(
             f"compare: {path} has the results of other settings ({' '.join(settings)}): rename or delete that file."
