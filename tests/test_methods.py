@@ -510,6 +510,19 @@ def test_biases_are_not_counted_as_weights_of_a_target_and_stay(method, steps):
     assert held[-1].density == pytest.approx(1.05 * 0.3, abs=0.02)
 
 
+def test_the_projection_of_admm_spends_its_share_on_weights_and_leaves_biases_alone():
+    model = net()
+    with torch.no_grad():
+        model[0].bias.fill_(9.0)  # larger than every weight
+    stage, _ = stage_of(model, keep=0.3, parameters="*")
+    method = ADMM(every=1)
+    method.begin(stage)
+    assert set(method.z) == {"0.weight", "2.weight"}
+    assert sum(int(z.count_nonzero()) for z in method.z.values()) == round(0.3 * 64)
+    train(ADMM(rho=10.0, every=1), model, stage)
+    assert model[0].bias.min() > 8
+
+
 @given(st.floats(0.01, 1))
 def test_densities_of_layers_make_the_share_of_all_weights_and_small_layers_are_denser(total):
     units = stage_of(nn.Sequential(nn.Linear(300, 100), nn.Linear(100, 10)))[0].units()
