@@ -485,6 +485,15 @@ def test_a_move_keeps_the_number_of_weights(count, part, seed):
     assert moved(active, worth, growth, part).sum() == active.sum()
 
 
+@pytest.mark.parametrize(("epochs", "last"), [(2, 1), (3, 2), (4, 3), (8, 6), (14, 11)])
+def test_rigl_has_an_epoch_left_to_train_what_is_left_of_its_last_cut(epochs, last):
+    method, (stage, held) = RigL(), stage_of(net(), name="pretrain", epochs=epochs)
+    method.begin(stage)
+    for epoch in range(epochs):
+        method.before_epoch(epoch)
+        assert len(held) == 1 + (epoch >= last)
+
+
 def test_rigl_keeps_as_many_weights_though_no_gradient_reaches_some_that_are_new():
     model = net()
     stage, held = stage_of(model, name="pretrain", keep=0.4, epochs=8, steps=5)
