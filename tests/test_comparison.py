@@ -223,6 +223,29 @@ def test_a_grid_whose_best_lies_at_its_end_goes_on_there():
     assert inside.values("l1", 0.01) == list(inside.methods["l1"].values)
 
 
+def test_the_page_says_which_setting_is_still_at_the_end_of_its_grid_and_which_better_ones_came_too_late():
+    def results(held_out, only, name="lenet-300-100"):
+        comparison = Simulated(name, held_out, only=only)
+        return ComparisonResults(comparison.protocol, comparison.content())
+
+    falling = results(lambda job: 0.9 - job.value, ["l1"])
+    assert falling.is_at_an_open_end("l1", 0.01)
+    table = methods_page._table(falling, 0.01)
+    assert " § |" in table and "after 3 extensions" in table
+    assert "Better settings of l1 were run" in methods_page._losses_by_setting(
+        results(lambda job: 0.9 - 1000 * job.value, ["l1"])
+    )
+    rising = results(lambda job: min(0.9, job.value), ["Hoyer", "network surgery"])
+    assert [rising.is_at_an_open_end(m, 0.01) for m in ("Hoyer", "network surgery")] == [True, False]
+    inside = results(lambda job: 0.9 - abs(job.value - 8e-4), ["l1"])  # one extension was enough
+    limited = results(lambda job: job.value / 10, ["gradual magnitude"])  # a share ends at 1
+    for one, method in ((inside, "l1"), (limited, "gradual magnitude")):
+        assert not one.is_at_an_open_end(method, 0.01) and "§" not in methods_page._table(one, 0.01)
+    assert "Better settings" not in methods_page._losses_by_setting(inside)
+    never = results(lambda job: job.value, ["random"], "resnet-56")  # whose grids are not extended
+    assert never.is_at_an_open_end("random", 0.333) and "after no extension" in methods_page._table(never, 0.5)
+
+
 def test_a_grid_stops_where_its_values_have_an_end():
     entry = Entry(vary="method={name: fpgm, keep: VALUE}", values=(0.25, 0.5, 1.0), most=1)
     assert entry.beyond(entry.values, -1) is None and entry.beyond(entry.values, 0) == 0.12
