@@ -10,7 +10,7 @@ import time
 import pytest
 
 import deephoyer as dh
-from deephoyer.lab import cores, sweep
+from deephoyer.lab import cores, processes, sweep
 from deephoyer.lab import recipe as recipes
 from deephoyer.lab.fork_server import Forked, ForkServer
 from deephoyer.lab.processes import IMPORTS, ChildRun, ListQueue, Starter, run_children
@@ -53,6 +53,26 @@ def test_a_member_whose_run_another_process_is_doing_waits_for_its_result(tmp_pa
 
     sweep.run_queue(["demo", *QUICK], ListQueue([member]), 1, ["cpu"], show=show)
     assert member.status == 0, member.line()
+
+
+def test_a_member_does_not_wait_for_a_process_that_was_stopped_and_says_which(tmp_path, monkeypatch):
+    monkeypatch.setattr("deephoyer.lab.train.run.STOPPED_FOR", 1.0)
+    monkeypatch.setenv(processes.END_WITH_STDIN, "1")  # as a member has it
+    made = recipes.read("demo", QUICK)
+    code = f"from deephoyer.lab.runs.folder import RunFolder as R; R({str(tmp_path)!r}).open(); print(1, flush=True); "
+    holder = subprocess.Popen([sys.executable, "-c", code + "import time; time.sleep(600)"], stdout=subprocess.PIPE)
+    try:
+        assert holder.stdout.readline()
+        assert RunFolder(tmp_path).stopped_holder() is None
+        holder.send_signal(signal.SIGSTOP)
+        with pytest.raises(dh.UserError, match=rf"process {holder.pid} is using it and is stopped"):
+            Run(made, tmp_path).execute()
+    finally:
+        holder.kill()
+        holder.wait()
+    assert RunFolder(tmp_path).stopped_holder() is None
+    with RunFolder(tmp_path).locked():
+        assert (tmp_path / ".lock").read_text().split()[0] == str(os.getpid())
 
 
 PATIENT = """
