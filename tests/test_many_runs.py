@@ -690,6 +690,22 @@ def test_a_study_goes_on_though_its_last_line_was_not_written_to_its_end(tmp_pat
     assert _search(tmp_path / "study", 2).next().overrides != member.overrides
 
 
+def test_a_damaged_line_within_a_study_is_named_and_the_lines_before_it_are_a_study(tmp_path):
+    study = _search(tmp_path / "study", 3)
+    first = study.next()
+    journal = tmp_path / "study" / "study.journal"
+    before = journal.read_bytes().splitlines(keepends=True)
+    study.next()
+    whole = journal.read_bytes().splitlines(keepends=True)
+    for damaged in (b"\0" * 40 + b"\n", b'{"op_code": 5, "wor\n', b"[\n"):
+        journal.write_bytes(b"".join([*before, damaged, *whole[len(before) + 1 :]]))
+        with pytest.raises(dh.UserError, match=rf"line {len(before) + 1} of {len(whole)} is damaged.*-n {len(before)}"):
+            _search(tmp_path / "study", 3)
+    journal.write_bytes(b"".join(before))
+    again = _search(tmp_path / "study", 3, silent_after=0.0)
+    assert again.next().overrides == first.overrides
+
+
 def test_a_study_whose_folder_was_renamed_goes_on(tmp_path):
     member = _search(tmp_path / "study", 1).next()
     (tmp_path / "study").rename(tmp_path / "moved")
