@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 from torch.testing import assert_close
 
 import deephoyer as dh
+from deephoyer import targets
 from deephoyer.lab.methods import METHODS, Stage
 from deephoyer.lab.methods.admm import ADMM
 from deephoyer.lab.methods.bayesian_compression import (
@@ -29,6 +30,7 @@ from deephoyer.lab.methods.slimming import NetworkSlimming
 from deephoyer.lab.methods.snip import SnipBeforeTraining
 from deephoyer.lab.methods.surgery import NetworkSurgery, surgery
 from deephoyer.lab.methods.variational_dropout import SparseVariationalDropout, divergence, log_alpha
+from deephoyer.targets import value_for
 
 X = torch.randn(16, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 Y = torch.arange(16) % 3
@@ -345,6 +347,31 @@ def test_scales_go_into_the_weights_and_the_settled_network_computes_the_same(ki
     scores = method.score(stage).every(stage.units(), None)
     assert_close(scores[0], method.worth("0"))  # filters of the convolution
     assert_close(scores[3], method.worth("3"))  # inputs of the linear layer
+    largest = max(s.max() for s in (method.worth("0"), method.worth("3")))
+    assert (scores[1] > 10 * largest).all() and (scores[2] > 10 * largest).all(), "no scale is theirs"
+
+
+@pytest.mark.parametrize("kind", [GroupNormalJeffreys, GroupHorseshoe])
+@pytest.mark.parametrize("groups", [["filters", "channels"], "coupled"])
+def test_scales_of_bayesian_compression_prune_neurons_as_far_as_is_asked(kind, groups):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 8), nn.ReLU(), nn.Linear(8, 4))
+    example = torch.randn(4, 20)
+    if groups == "coupled":
+        groups = [dh.Coupled(model, example)]
+    method = kind()
+    stage, _ = stage_of(model, groups=groups)
+    method.begin(stage)
+    with torch.no_grad():
+        for p in method.parameters():
+            p.add_(0.3 * torch.randn_like(p))
+    method.end()
+    worth = method.worth("2")
+    found = value_for(targets.macs(model, example, 0.15), model, dh.Absolute, groups, score=method.score(stage))
+    assert found.number <= 0.15
+    dh.prune(model, dh.Absolute(found.value), groups, score=method.score(stage))
+    alive = model[2].weight.any(0)
+    assert worth[alive].min() > worth[~alive].max(), "neurons stay by the scale of the input that they are"
 
 
 def test_the_scale_of_a_horseshoe_is_the_root_of_four_log_normals():
