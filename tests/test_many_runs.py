@@ -196,6 +196,18 @@ def test_a_member_that_was_just_being_started_is_told_as_interrupted(tmp_path, m
     assert stopped == [member]
 
 
+def test_values_of_a_grid_or_a_search_may_have_settings_of_their_own(tmp_path):
+    first, second = "{name: l0, strength: 1}", "{name: admm, keep: 0.5}"
+    words = [*QUICK, "prune.value=null", "prune.target={live: 0.1}"]
+    members = sweep.grid_runs("demo", words, [f"method={first},{second}"], tmp_path)
+    assert [m.overrides[0] for m in members] == [f"method={first}", f"method={second}"]
+    assert Axis.read(f"method={first},{second}").values == (first, second)
+    assert Axis.read("regularize.parameters='a,b',[c, 'd,]']").values == ("'a,b'", "[c, 'd,]']")
+    for empty in ("1e-4,,2e-4", "1e-4,", ",1e-4"):
+        with pytest.raises(dh.UserError, match="nothing between two commas"):
+            sweep.grid_runs("demo", QUICK, [f"regularize.strength={empty}"], tmp_path)
+
+
 @pytest.mark.parametrize("axis", ["seed", "seed=", "=1", "seed=1,1", "seed=one", "sed=1"])
 def test_a_grid_that_makes_no_sense_is_refused_before_anything_runs(tmp_path, axis):
     with pytest.raises(dh.UserError):

@@ -154,6 +154,29 @@ def choices(words: Iterable[str]) -> dict[str, Any]:
     return content
 
 
+def values_in(text: str) -> list[str]:
+    """The values that a list of them names; commas within brackets and quotes are a value's own.
+
+    >>> values_in("1e-4,2e-4"), values_in("{name: l0, strength: 1},{name: admm, every: 1}")
+    (['1e-4', '2e-4'], ['{name: l0, strength: 1}', '{name: admm, every: 1}'])
+    """
+    values, depth, quote = [""], 0, ""
+    for letter in text:
+        if quote:
+            quote = "" if letter == quote else quote
+        elif letter in "'\"" and (depth or not values[-1]):
+            quote = letter
+        else:
+            depth += (letter in "[{") - (letter in "]}")
+        if letter == "," and depth <= 0 and not quote:
+            values.append("")
+        else:
+            values[-1] += letter
+    if not all(values):
+        raise UserError(f"{shown(text)}: there is nothing between two commas, or at an end.")
+    return values
+
+
 def describe(name: str) -> dict[str, Any]:
     """The description of one of our recipes: about, needs, expect; not validated."""
     content = _content(text_of(name), name)

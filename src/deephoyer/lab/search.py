@@ -67,7 +67,7 @@ class Axis:
             raise UserError(f"--vary {text!r}: write key=low..high, key=low..high:log or key=value,value,…")
         bounds = re.fullmatch(r"([^.:,]+(?:\.\d+)?(?:e[-+]?\d+)?)\.\.([^:,]+)(:log)?", domain, re.IGNORECASE)
         if bounds is None:
-            values = tuple(domain.split(","))
+            values = tuple(recipes.values_in(domain))
             if len(set(values)) < max(2, len(values)):
                 raise UserError(f"--vary {text!r}: give at least two different values, or a range like 1e-4..1e-2:log.")
             return cls(key, values=values)
