@@ -22,6 +22,7 @@ from deephoyer.lab.methods import METHODS
 from deephoyer.lab.report import comparison_results, methods_page, printed_results, record, verify
 from deephoyer.lab.report.comparison_results import ComparisonResults
 from deephoyer.lab.report.significance import holm, sign_flips, verdicts
+from deephoyer.lab.schema import ordered
 
 ROOT = Path(__file__).parents[1]
 
@@ -222,6 +223,29 @@ def test_a_grid_whose_best_lies_at_its_end_goes_on_there():
     assert inside.values("l1", 0.01) == list(inside.methods["l1"].values)
 
 
+def test_the_page_says_which_setting_is_still_at_the_end_of_its_grid_and_which_better_ones_came_too_late():
+    def results(held_out, only, name="lenet-300-100"):
+        comparison = Simulated(name, held_out, only=only)
+        return ComparisonResults(comparison.protocol, comparison.content())
+
+    falling = results(lambda job: 0.9 - job.value, ["l1"])
+    assert falling.is_at_an_open_end("l1", 0.01)
+    table = methods_page._table(falling, 0.01)
+    assert " § |" in table and "after 3 extensions" in table
+    assert "Better settings of l1 were run" in methods_page._losses_by_setting(
+        results(lambda job: 0.9 - 1000 * job.value, ["l1"])
+    )
+    rising = results(lambda job: min(0.9, job.value), ["Hoyer", "network surgery"])
+    assert [rising.is_at_an_open_end(m, 0.01) for m in ("Hoyer", "network surgery")] == [True, False]
+    inside = results(lambda job: 0.9 - abs(job.value - 8e-4), ["l1"])  # one extension was enough
+    limited = results(lambda job: job.value / 10, ["gradual magnitude"])  # a share ends at 1
+    for one, method in ((inside, "l1"), (limited, "gradual magnitude")):
+        assert not one.is_at_an_open_end(method, 0.01) and "§" not in methods_page._table(one, 0.01)
+    assert "Better settings" not in methods_page._losses_by_setting(inside)
+    never = results(lambda job: job.value, ["random"], "resnet-56")  # whose grids are not extended
+    assert never.is_at_an_open_end("random", 0.333) and "after no extension" in methods_page._table(never, 0.5)
+
+
 def test_a_grid_stops_where_its_values_have_an_end():
     entry = Entry(vary="method={name: fpgm, keep: VALUE}", values=(0.25, 0.5, 1.0), most=1)
     assert entry.beyond(entry.values, -1) is None and entry.beyond(entry.values, 0) == 0.12
@@ -355,6 +379,75 @@ methods: {a: {vary: seed=VALUE, values: [1, 2]}}"""
     with pytest.raises(dh.UserError) as why:
         Comparison(str(file))
     assert str(why.value).startswith(f"comparison {file}: {told}") and len(str(why.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("base", ["demo", "paper/lenet-5-structure", "own.yaml"])
+@pytest.mark.parametrize("target", ["live", "macs"])
+def test_a_comparison_prunes_to_its_sizes_whatever_value_its_recipe_prunes_by(base, target, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    own = recipe.text_of("demo").replace(
+        "prune:      {rule: std-ratio, value: 0.1}", "prune: {rule: effective, value: 1}"
+    )
+    Path("own.yaml").write_text(own)
+    text = MINIATURE.replace("compare/lenet-300-100", base).replace("target: live", f"target: {target}")
+    Path("mine.yaml").write_text(text + "words: [epoch_selection=held-out]")
+    comparison = Comparison("mine.yaml")
+    for method, entry in comparison.methods.items():
+        chain = [comparison._read(words) for words in comparison.chain(Job(method, entry.values[0], 0, 0.1))]
+        assert getattr(chain[-1].prune.target, target) == 0.1 and chain[-1].prune.value is None
+        assert all(run.prune is None for run in chain[:-1])
+        for run, words in zip(chain[1:], comparison.chain(Job(method, entry.values[0], 0, 0.1)), strict=False):
+            assert recipe.Command.parse(run.start).read().digest() == comparison._read(words).digest()
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (("demo", "small/lenet-5"), r"words: \[distill=null\]"),
+        (("demo", "parts/lenet-5-teacher"), "it has no regularize and no prune and no finetune"),
+        (("demo", "demo\nwords: [finetune=null]"), "finetune was taken out"),
+        (("demo", "demo\nwords: [prune.rule=density]"), "'density' is not a rule that a target can use"),
+        (("demo", "demo\nwords: ['prune.rule={name: effective, value: 1}']"), r"\(prune.rule=effective\)"),
+        (("[0.1]", "[10]"), r"sizes: \[10.0\] must be different shares"),
+        (("[0.1]", "[0.1, 0.1]"), "must be different shares"),
+        (("[0.1]", "[0.1]\nfinal: 30"), "final: .* equal to 20; it is 30"),
+    ],
+)
+def test_what_can_not_be_compared_is_told_with_what_to_change_before_anything_runs(tmp_path, change, told):
+    text = "about: x\nbase: demo\ntarget: live\nsizes: [0.1]\nmethods: {a: {vary: finetune.lr=VALUE, values: [1, 2]}}"
+    file = tmp_path / "mine.yaml"
+    file.write_text(text.replace(*change))
+    with pytest.raises(dh.UserError, match=told) as why:
+        Comparison(str(file))
+    assert len(str(why.value).splitlines()) == 1
+
+
+def test_overrides_in_order_mean_what_they_meant():
+    words = ["data.path=a", "data=folder", "data.path=b", "data.size=32", "seed=2", "seed=1", "model.width=3"]
+    in_order = recipe.Command.parse(ordered(" ".join(["demo", *words]))).overrides
+    assert sorted(in_order) == sorted(words) and ordered(" ".join(["demo", *in_order])) == " ".join(["demo", *in_order])
+    assert recipe.choices(in_order) == recipe.choices(words)
+    cut = ["finetune.epochs=3", "finetune=null", "prune=null", "regularize=null", "data.path=b", "data=mnist"]
+    assert recipe.Command("demo", tuple(cut)).read() == recipe.Command.parse(ordered(" ".join(["demo", *cut]))).read()
+
+
+def test_a_recipe_of_ones_own_that_was_changed_has_other_runs_and_no_old_results(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text(MINIATURE.replace("compare/lenet-300-100", "own.yaml"))
+    before = recipe.text_of("demo")
+    Path("own.yaml").write_text(before)
+    first = Comparison("mine.yaml")
+    job = Job("l1", 0.001, 0, 0.1)
+    content = first.content()
+    Path("own.yaml").write_text("# the same\n" + before)
+    assert Comparison("mine.yaml").result_folder(job) == first.result_folder(job)
+    assert Comparison("mine.yaml").has_settings_of(content)
+    comparison_results.write(Comparison("mine.yaml"))
+    Path("own.yaml").write_text(before.replace("batch_size: 100", "batch_size: 50"))
+    assert Comparison("mine.yaml").result_folder(job) != first.result_folder(job)
+    assert not Comparison("mine.yaml").has_settings_of(content)
+    with pytest.raises(dh.UserError, match=r"what own\.yaml was before it was changed"):
+        comparison_results.refuse_another(Comparison("mine.yaml"))
 
 
 def test_a_method_with_epochs_of_its_own_or_chosen_on_test_images_is_refused(tmp_path):

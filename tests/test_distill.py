@@ -8,9 +8,10 @@ import pytest
 import safetensors.torch
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from deephoyer.errors import UserError
-from deephoyer.lab import data, models, recipe
+from deephoyer.lab import bounded_yaml, data, models, recipe
 from deephoyer.lab.train import batches, teacher_cache
 from deephoyer.lab.train.distill import Teachers, teachers_of
 from deephoyer.lab.train.objective import Objective
@@ -188,3 +189,39 @@ def test_features_of_another_width_and_of_several_teachers_are_refused():
         recipe.read("demo", ["distill={teachers: [a.safetensors, b.safetensors], features: 1}"])
     with pytest.raises(UserError, match="can't be kept"):
         recipe.read("demo", ["distill={teachers: [a.safetensors], features: 1, keep: true}"])
+
+
+class OfPatches(nn.Module):
+    """Its last linear layer reads every patch, and their predictions are averaged."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(100, 10)
+
+    def forward(self, x):
+        return self.head(x.flatten(1)[:, :300].view(-1, 3, 100)).mean(1)
+
+
+def test_features_of_another_shape_are_refused_though_the_layers_are_of_one_width():
+    digits = data.load("mnist", limit=4).in_floats()
+    teachers = Teachers([OfPatches()], digits, 0, False, 2.0, 0.5, features=1.0)
+    with pytest.raises(UserError, match="the network has 100 features and its teacher 3×100"):
+        Objective(models.make("lenet-300-100"), digits, recipe.read("demo"), teachers)
+    convolution = nn.Sequential(nn.Conv2d(1, 10, 28), nn.Flatten())
+    with pytest.raises(UserError, match="the teacher calls no linear layer"):
+        Teachers([convolution], digits, 0, False, 2.0, 0.5, features=1.0)
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        ("{name: lenet-300-100, classes: 9}", "has 9 outputs, but the data has 10 classes"),
+        ("resnet-20", "can't read images of 1×28×28"),
+    ],
+)
+def test_a_teacher_of_other_images_or_classes_is_told_in_a_line(tmp_path, model, told):
+    file = tmp_path / "teacher.safetensors"
+    safetensors.torch.save_file(models.of(bounded_yaml.load(model)).state_dict(), file)
+    settings = recipe.read("demo", [f"distill={{teachers: [{{file: {file}, model: {model}}}]}}"])
+    with pytest.raises(UserError, match=told):
+        teachers_of(settings, data.load("mnist", limit=20), torch.device("cpu"), print)

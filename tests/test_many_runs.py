@@ -10,7 +10,7 @@ import time
 import pytest
 
 import deephoyer as dh
-from deephoyer.lab import cores, sweep
+from deephoyer.lab import cores, processes, sweep
 from deephoyer.lab import recipe as recipes
 from deephoyer.lab.fork_server import Forked, ForkServer
 from deephoyer.lab.processes import IMPORTS, ChildRun, ListQueue, Starter, run_children
@@ -53,6 +53,26 @@ def test_a_member_whose_run_another_process_is_doing_waits_for_its_result(tmp_pa
 
     sweep.run_queue(["demo", *QUICK], ListQueue([member]), 1, ["cpu"], show=show)
     assert member.status == 0, member.line()
+
+
+def test_a_member_does_not_wait_for_a_process_that_was_stopped_and_says_which(tmp_path, monkeypatch):
+    monkeypatch.setattr("deephoyer.lab.train.run.STOPPED_FOR", 1.0)
+    monkeypatch.setenv(processes.END_WITH_STDIN, "1")  # as a member has it
+    made = recipes.read("demo", QUICK)
+    code = f"from deephoyer.lab.runs.folder import RunFolder as R; R({str(tmp_path)!r}).open(); print(1, flush=True); "
+    holder = subprocess.Popen([sys.executable, "-c", code + "import time; time.sleep(600)"], stdout=subprocess.PIPE)
+    try:
+        assert holder.stdout.readline()
+        assert RunFolder(tmp_path).stopped_holder() is None
+        holder.send_signal(signal.SIGSTOP)
+        with pytest.raises(dh.UserError, match=rf"process {holder.pid} is using it and is stopped"):
+            Run(made, tmp_path).execute()
+    finally:
+        holder.kill()
+        holder.wait()
+    assert RunFolder(tmp_path).stopped_holder() is None
+    with RunFolder(tmp_path).locked():
+        assert (tmp_path / ".lock").read_text().split()[0] == str(os.getpid())
 
 
 PATIENT = """
@@ -174,6 +194,18 @@ def test_a_member_that_was_just_being_started_is_told_as_interrupted(tmp_path, m
     with pytest.raises(KeyboardInterrupt):
         run_children([sys.executable, "-c", "pass"], dict(os.environ), Noted([member]), 1)
     assert stopped == [member]
+
+
+def test_values_of_a_grid_or_a_search_may_have_settings_of_their_own(tmp_path):
+    first, second = "{name: l0, strength: 1}", "{name: admm, keep: 0.5}"
+    words = [*QUICK, "prune.value=null", "prune.target={live: 0.1}"]
+    members = sweep.grid_runs("demo", words, [f"method={first},{second}"], tmp_path)
+    assert [m.overrides[0] for m in members] == [f"method={first}", f"method={second}"]
+    assert Axis.read(f"method={first},{second}").values == (first, second)
+    assert Axis.read("regularize.parameters='a,b',[c, 'd,]']").values == ("'a,b'", "[c, 'd,]']")
+    for empty in ("1e-4,,2e-4", "1e-4,", ",1e-4"):
+        with pytest.raises(dh.UserError, match="nothing between two commas"):
+            sweep.grid_runs("demo", QUICK, [f"regularize.strength={empty}"], tmp_path)
 
 
 @pytest.mark.parametrize("axis", ["seed", "seed=", "=1", "seed=1,1", "seed=one", "sed=1"])
@@ -668,6 +700,22 @@ def test_a_study_goes_on_though_its_last_line_was_not_written_to_its_end(tmp_pat
         journal.write(left)
     assert _search(tmp_path / "study", 2).next().overrides == member.overrides
     assert _search(tmp_path / "study", 2).next().overrides != member.overrides
+
+
+def test_a_damaged_line_within_a_study_is_named_and_the_lines_before_it_are_a_study(tmp_path):
+    study = _search(tmp_path / "study", 3)
+    first = study.next()
+    journal = tmp_path / "study" / "study.journal"
+    before = journal.read_bytes().splitlines(keepends=True)
+    study.next()
+    whole = journal.read_bytes().splitlines(keepends=True)
+    for damaged in (b"\0" * 40 + b"\n", b'{"op_code": 5, "wor\n', b"[\n"):
+        journal.write_bytes(b"".join([*before, damaged, *whole[len(before) + 1 :]]))
+        with pytest.raises(dh.UserError, match=rf"line {len(before) + 1} of {len(whole)} is damaged.*-n {len(before)}"):
+            _search(tmp_path / "study", 3)
+    journal.write_bytes(b"".join(before))
+    again = _search(tmp_path / "study", 3, silent_after=0.0)
+    assert again.next().overrides == first.overrides
 
 
 def test_a_study_whose_folder_was_renamed_goes_on(tmp_path):

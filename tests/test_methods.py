@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 from torch.testing import assert_close
 
 import deephoyer as dh
+from deephoyer import targets
 from deephoyer.lab.methods import METHODS, Stage
 from deephoyer.lab.methods.admm import ADMM
 from deephoyer.lab.methods.bayesian_compression import (
@@ -29,6 +30,7 @@ from deephoyer.lab.methods.slimming import NetworkSlimming
 from deephoyer.lab.methods.snip import SnipBeforeTraining
 from deephoyer.lab.methods.surgery import NetworkSurgery, surgery
 from deephoyer.lab.methods.variational_dropout import SparseVariationalDropout, divergence, log_alpha
+from deephoyer.targets import value_for
 
 X = torch.randn(16, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 Y = torch.arange(16) % 3
@@ -345,6 +347,31 @@ def test_scales_go_into_the_weights_and_the_settled_network_computes_the_same(ki
     scores = method.score(stage).every(stage.units(), None)
     assert_close(scores[0], method.worth("0"))  # filters of the convolution
     assert_close(scores[3], method.worth("3"))  # inputs of the linear layer
+    largest = max(s.max() for s in (method.worth("0"), method.worth("3")))
+    assert (scores[1] > 10 * largest).all() and (scores[2] > 10 * largest).all(), "no scale is theirs"
+
+
+@pytest.mark.parametrize("kind", [GroupNormalJeffreys, GroupHorseshoe])
+@pytest.mark.parametrize("groups", [["filters", "channels"], "coupled"])
+def test_scales_of_bayesian_compression_prune_neurons_as_far_as_is_asked(kind, groups):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 8), nn.ReLU(), nn.Linear(8, 4))
+    example = torch.randn(4, 20)
+    if groups == "coupled":
+        groups = [dh.Coupled(model, example)]
+    method = kind()
+    stage, _ = stage_of(model, groups=groups)
+    method.begin(stage)
+    with torch.no_grad():
+        for p in method.parameters():
+            p.add_(0.3 * torch.randn_like(p))
+    method.end()
+    worth = method.worth("2")
+    found = value_for(targets.macs(model, example, 0.15), model, dh.Absolute, groups, score=method.score(stage))
+    assert found.number <= 0.15
+    dh.prune(model, dh.Absolute(found.value), groups, score=method.score(stage))
+    alive = model[2].weight.any(0)
+    assert worth[alive].min() > worth[~alive].max(), "neurons stay by the scale of the input that they are"
 
 
 def test_the_scale_of_a_horseshoe_is_the_root_of_four_log_normals():
@@ -485,6 +512,15 @@ def test_a_move_keeps_the_number_of_weights(count, part, seed):
     assert moved(active, worth, growth, part).sum() == active.sum()
 
 
+@pytest.mark.parametrize(("epochs", "last"), [(2, 1), (3, 2), (4, 3), (8, 6), (14, 11)])
+def test_rigl_has_an_epoch_left_to_train_what_is_left_of_its_last_cut(epochs, last):
+    method, (stage, held) = RigL(), stage_of(net(), name="pretrain", epochs=epochs)
+    method.begin(stage)
+    for epoch in range(epochs):
+        method.before_epoch(epoch)
+        assert len(held) == 1 + (epoch >= last)
+
+
 def test_rigl_keeps_as_many_weights_though_no_gradient_reaches_some_that_are_new():
     model = net()
     stage, held = stage_of(model, name="pretrain", keep=0.4, epochs=8, steps=5)
@@ -508,6 +544,19 @@ def test_biases_are_not_counted_as_weights_of_a_target_and_stay(method, steps):
         method.after_step()
     assert not [name for name in held[-1] if name.endswith("bias")]
     assert held[-1].density == pytest.approx(1.05 * 0.3, abs=0.02)
+
+
+def test_the_projection_of_admm_spends_its_share_on_weights_and_leaves_biases_alone():
+    model = net()
+    with torch.no_grad():
+        model[0].bias.fill_(9.0)  # larger than every weight
+    stage, _ = stage_of(model, keep=0.3, parameters="*")
+    method = ADMM(every=1)
+    method.begin(stage)
+    assert set(method.z) == {"0.weight", "2.weight"}
+    assert sum(int(z.count_nonzero()) for z in method.z.values()) == round(0.3 * 64)
+    train(ADMM(rho=10.0, every=1), model, stage)
+    assert model[0].bias.min() > 8
 
 
 @given(st.floats(0.01, 1))

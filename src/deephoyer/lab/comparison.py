@@ -29,7 +29,7 @@ from deephoyer.lab.comparison_protocol import Entry, Epochs, read
 from deephoyer.lab.processes import ChildRun, Queue
 from deephoyer.lab.runs.find import RUNS
 from deephoyer.lab.runs.folder import FAILED, RunFolder
-from deephoyer.lab.schema import Recipe
+from deephoyer.lab.schema import STAGES, Recipe, ordered
 from deephoyer.lab.search import MEASURES
 
 FORMAT = "deephoyer-comparison-3"
@@ -93,9 +93,12 @@ class Comparison(Queue):
             if method not in self.protocol.methods:
                 raise unknown("method of this comparison", method, self.protocol.methods)
         self.methods = {name: entry for name, entry in self.protocol.methods.items() if not only or name in only}
-        base = self._read(())
-        if not (base.pretrain and base.regularize and base.prune and base.finetune):
-            raise UserError(f"comparison {name}: {self.protocol.base} must have all four stages.")
+        self.own = self._recipe_of_all()
+        # A file may be changed between two commands, and then its runs are others.
+        self.own_digest = self.own.digest() if recipes.is_own(self.protocol.base) else ""
+        base = self._read(self._target(self.protocol.middle))
+        self._refuse_what_is_not_for_all(base)
+        assert base.pretrain and base.regularize and base.finetune
         self.dense_epochs, self.training_epochs = base.pretrain.epochs, base.regularize.epochs
         self.epochs = base.regularize.epochs + base.finetune.epochs
         self.device = base.device
@@ -112,16 +115,43 @@ class Comparison(Queue):
         self._failures: dict[Job, str] = {}
         self._recalled: set[Job] = set()
 
+    def _recipe_of_all(self) -> Recipe:
+        """The recipe that the comparison names, as it is; it must have all stages, or the overrides must bring them."""
+        try:
+            own = recipes.read(self.protocol.base)
+        except UserError as why:
+            raise UserError(f"comparison {self.source}: {why}") from None
+        missing = [s for s in STAGES if not getattr(own, s) and not any(w.startswith(f"{s}=") for w in self.overrides)]
+        if missing:
+            raise UserError(
+                f"comparison {self.source}: {self.protocol.base} must have all four stages; it has no "
+                f"{' and no '.join(missing)}."
+            )
+        return own
+
+    def _refuse_what_is_not_for_all(self, base: Recipe) -> None:
+        """Refuses what only some methods would have: they would not be compared by one protocol."""
+        missing = [stage for stage in STAGES if getattr(base, stage) is None]
+        if missing:
+            raise UserError(f"comparison {self.source}: its runs need all four stages; {missing[0]} was taken out.")
+        undo = [*(["rounds=1"] if base.rounds > 1 else []), *(["distill=null"] if base.distill else [])]
+        if undo:
+            raise UserError(
+                f"comparison {self.source}: {self.protocol.base} has what not every method would have, "
+                f"{' and '.join(word.partition('=')[0] for word in undo)}. Add to the comparison: "
+                f"words: [{', '.join((*self.protocol.words, *undo))}]"
+            )
+
     def _check(self, method: str, job: Job) -> None:
         """Refuses a method whose overrides change what must be equal for all methods."""
         chain = [self._read(words, method) for words in self.chain(job)]
         epochs, all_epochs = sum(recipe.epochs for recipe in chain), self.dense_epochs + self.epochs
         if epochs != all_epochs:
-            raise UserError(f"comparison {self.name}: {method} trains for {epochs} epochs, the others {all_epochs}.")
+            raise UserError(f"comparison {self.source}: {method} trains for {epochs} epochs, the others {all_epochs}.")
         for recipe in chain:
             if recipe.epoch_selection != "held-out":
                 raise UserError(
-                    f"comparison {self.name}: settings are chosen on held-out images, so {method} needs "
+                    f"comparison {self.source}: settings are chosen on held-out images, so {method} needs "
                     f"epoch_selection=held-out, not {recipe.epoch_selection}."
                 )
 
@@ -164,7 +194,8 @@ class Comparison(Queue):
     def has_settings_of(self, content: Mapping[str, Any]) -> bool:
         """Whether the runs of a results file have the same epochs and overrides."""
         settings = self._settings()
-        return bool(content["epochs"] == settings["epochs"]) and sorted(content["words"]) == sorted(settings["words"])
+        same = all(content.get(key) == settings.get(key) for key in ("epochs", "recipe"))
+        return same and sorted(content["words"]) == sorted(settings["words"])
 
     def _settings(self) -> dict[str, Any]:
         """The epochs and overrides that all runs have in common."""
@@ -172,6 +203,7 @@ class Comparison(Queue):
         return {
             "epochs": dict(zip(Epochs.model_fields, stages, strict=True)),
             "words": [word for word in self.overrides if not word.partition("=")[0].endswith(".epochs")],
+            **({"recipe": self.own_digest} if self.own_digest else {}),
         }
 
     # Which runs there are
@@ -184,8 +216,13 @@ class Comparison(Queue):
             raise UserError(f"comparison {self.source}: {f'methods.{method}: ' if method else ''}{why}") from None
 
     def _words(self, words: tuple[str, ...]) -> str:
-        """What identifies a run: its recipe, and its overrides in alphabetical order."""
-        return shlex.join([self.protocol.base, *sorted((*self.overrides, *words))])
+        """What identifies a run: its recipe, and its overrides in an order of their own."""
+        return ordered(shlex.join([self.protocol.base, *self.overrides, *words]))
+
+    def _target(self, size: float) -> tuple[str, ...]:
+        """The overrides that prune to a size, in place of the recipe's own value or target."""
+        value = ["prune.value=null"] if self.own.prune is not None and self.own.prune.value is not None else []
+        return (*value, f"prune.target={{{self.protocol.target}: {size:g}}}")
 
     def _start(self, words: tuple[str, ...]) -> str:
         """The override that starts a run from the network of another run."""
@@ -197,27 +234,27 @@ class Comparison(Queue):
     def _chain(self, job: Job) -> list[tuple[str, ...]]:
         """The overrides of the runs of a job, each of which starts from the one before; the last one is measured."""
         entry, seed = self.methods[job.method], f"seed={job.seed}"
-        target = f"prune.target={{{self.protocol.target}: {job.size:g}}}"
+        target = self._target(job.size)
         setting = entry.word(job.value)
         if entry.way == "scratch":
             epochs = f"pretrain.epochs={self.dense_epochs + self.epochs}"
-            return [(*entry.words, setting, epochs, "regularize=null", "finetune=null", target, seed)]
+            return [(*entry.words, setting, epochs, "regularize=null", "finetune=null", *target, seed)]
         dense = self._dense(job.seed)
         if entry.way == "cut":
             epochs = f"finetune.epochs={self.epochs}"
-            words = (*entry.words, setting, epochs, "pretrain=null", "regularize=null", target, seed)
+            words = (*entry.words, setting, epochs, "pretrain=null", "regularize=null", *target, seed)
             return [dense, (*words, self._start(dense))]
         if entry.each_size:
-            return [dense, (*entry.words, setting, "pretrain=null", target, seed, self._start(dense))]
+            return [dense, (*entry.words, setting, "pretrain=null", *target, seed, self._start(dense))]
         training = [w for w in (*entry.words, setting) if not w.startswith("prune")]
         pruning = [w for w in (*entry.words, setting) if not w.startswith("regularize")]
         trained = (*training, "pretrain=null", "prune=null", "finetune=null", seed, self._start(dense))
-        return [dense, trained, (*pruning, "pretrain=null", "regularize=null", target, seed, self._start(trained))]
+        return [dense, trained, (*pruning, "pretrain=null", "regularize=null", *target, seed, self._start(trained))]
 
     def _folder(self, words: tuple[str, ...]) -> Path:
         """A run's folder, named by a digest of its overrides: reading thousands of recipes would take too long."""
         seed = next(word.partition("=")[2] for word in words if word.startswith("seed="))
-        digest = hashlib.sha256(self._words(words).encode()).hexdigest()
+        digest = hashlib.sha256((self._words(words) + self.own_digest).encode()).hexdigest()
         return RUNS / f"compare-{self.name}-{digest[:10]}-s{seed}"
 
     def values(self, method: str, size: float) -> list[float]:

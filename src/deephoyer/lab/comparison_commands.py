@@ -73,6 +73,8 @@ def compare(
             sweeps.run_queue(words, comparison, parallel, devices, show=show, mps=mps, say=say, timed=False)
     if done or stored is not None or not plan:
         out.print(_table(comparison))
+        for line in _without_setting(comparison):
+            out.print(line, markup=False)
     if publish:
         _publish(comparison)
     if write or publish:
@@ -121,6 +123,20 @@ def _table(comparison: Comparison) -> Table:
             chosen = "" if value is None else f"{value:g}"
             table.add_row(method, f"{100 * size:g} %", chosen, str(len(runs)), accuracy, left)
     return table
+
+
+def _without_setting(comparison: Comparison) -> list[str]:
+    """Why methods have no setting at a size, a line for each."""
+    from deephoyer.lab.comparison import Job
+
+    lines = []
+    for method, entry in comparison.methods.items():
+        for size in filter(comparison.protocol.chooses_at, comparison.protocol.sizes):
+            if comparison.chosen(method, size) is None:
+                first = Job(method, entry.values[0], 0, size)
+                why = comparison.failure(first) if comparison.outcome(first) is None else None
+                lines += [f"{method}, {100 * size:g} %: {why}"] if why else []
+    return lines
 
 
 def _draw(name: str) -> None:

@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from deephoyer.errors import UserError, shown, unknown
 from deephoyer.files import plain_file
 from deephoyer.lab import bounded_yaml
 
 FOLDER = Path(__file__).parent / "comparisons"
+MOST_SEEDS = 20
+"""The exact test over the fresh seeds tries all 2^n signs."""
 
 
 class Entry(BaseModel):
@@ -102,9 +104,16 @@ class Protocol(BaseModel):
     """Whether a setting is chosen for every size, or at the middle size for all."""
     extensions: int = Field(default=3, ge=0)
     """How many values a grid may be extended by, where its best value is at an end."""
-    final: int = Field(default=10, ge=1)
+    final: int = Field(default=10, ge=1, le=MOST_SEEDS)
     """The number of fresh seeds for the chosen settings."""
-    methods: dict[str, Entry]
+    methods: dict[str, Entry] = Field(min_length=1)
+
+    @field_validator("sizes")
+    @classmethod
+    def _sizes_are_shares(cls, sizes: tuple[float, ...]) -> tuple[float, ...]:
+        if len(set(sizes)) < len(sizes) or not all(0 < size <= 1 for size in sizes):
+            raise UserError(f"{list(sizes)} must be different shares, above 0 and at most 1, like [0.1, 0.05].")
+        return sizes
 
     @property
     def fresh_seeds(self) -> range:

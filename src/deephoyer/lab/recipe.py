@@ -71,7 +71,7 @@ def text_of(name: str) -> str:
 
 
 def _path(name: str) -> Path:
-    if Path(name).suffix in (".yaml", ".yml"):
+    if is_own(name):
         return Path(name)
     if name not in names():
         if name in renamed()["recipes"]:
@@ -110,7 +110,12 @@ def folder_name(base: str, overrides: Iterable[str] = ()) -> str:
 
 def title(base: str) -> str:
     """A file's own name, or a recipe's with its folder."""
-    return Path(base).stem if Path(base).suffix in (".yaml", ".yml") else base
+    return Path(base).stem if is_own(base) else base
+
+
+def is_own(name: str) -> bool:
+    """Whether a recipe is a file of the user's, not one of ours by its name."""
+    return Path(name).suffix in (".yaml", ".yml")
 
 
 def read(name: str, overrides: Iterable[str] = ()) -> Recipe:
@@ -149,6 +154,29 @@ def choices(words: Iterable[str]) -> dict[str, Any]:
     return content
 
 
+def values_in(text: str) -> list[str]:
+    """The values that a list of them names; commas within brackets and quotes are a value's own.
+
+    >>> values_in("1e-4,2e-4"), values_in("{name: l0, strength: 1},{name: admm, every: 1}")
+    (['1e-4', '2e-4'], ['{name: l0, strength: 1}', '{name: admm, every: 1}'])
+    """
+    values, depth, quote = [""], 0, ""
+    for letter in text:
+        if quote:
+            quote = "" if letter == quote else quote
+        elif letter in "'\"" and (depth or not values[-1]):
+            quote = letter
+        else:
+            depth += (letter in "[{") - (letter in "]}")
+        if letter == "," and depth <= 0 and not quote:
+            values.append("")
+        else:
+            values[-1] += letter
+    if not all(values):
+        raise UserError(f"{shown(text)}: there is nothing between two commas, or at an end.")
+    return values
+
+
 def describe(name: str) -> dict[str, Any]:
     """The description of one of our recipes: about, needs, expect; not validated."""
     content = _content(text_of(name), name)
@@ -181,7 +209,7 @@ def _extended(name: str, before: tuple[str, ...] = ()) -> dict[str, Any]:
         return {key: value for key, value in content.items() if value is not None}
     if not isinstance(base, str):
         raise UserError(f"recipe {name}: extends: {base!r} is not the name of a recipe.")
-    if Path(base).suffix in (".yaml", ".yml") and Path(name).suffix in (".yaml", ".yml"):
+    if is_own(base) and is_own(name):
         base = str(Path(name).parent / base)
     try:
         under = _extended(base, (*before, name))
@@ -193,7 +221,7 @@ def _extended(name: str, before: tuple[str, ...] = ()) -> dict[str, Any]:
 
 def _same_file(name: str, other: str) -> bool:
     """Whether two names stand for one recipe; a file has several, like a.yaml and ../here/a.yaml."""
-    return name == other or (Path(name).suffix in (".yaml", ".yml") and Path(name).resolve() == Path(other).resolve())
+    return name == other or (is_own(name) and Path(name).resolve() == Path(other).resolve())
 
 
 def _merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

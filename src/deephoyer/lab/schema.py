@@ -51,8 +51,12 @@ def is_file(words: str) -> bool:
 def ordered(words: str) -> str:
     """The words of a run with the overrides in order, so that the same words are written the same; a file as it is.
 
+    They mean the same in that order: what changes a value further stays behind the override that sets it.
+
     >>> ordered("parts/lenet-5-teacher  seed=1 epoch_selection=test-best")
     'parts/lenet-5-teacher epoch_selection=test-best seed=1'
+    >>> ordered("demo seed=1 data=folder data.path=flowers")
+    'demo data=folder data.path=flowers seed=1'
     """
     if is_file(words):
         return words
@@ -60,7 +64,12 @@ def ordered(words: str) -> str:
         base, *overrides = shlex.split(words)
     except ValueError as why:
         raise UserError(f"{words!r} does not name a run, like 'parts/lenet-5-teacher seed=1': {why}.") from None
-    return shlex.join([base, *sorted(overrides)])
+    places: list[tuple[tuple[str, ...], str]] = []
+    for word in overrides:
+        key = word.partition("=")[0]
+        before = (place for place, other in reversed(places) if f"{key}.".startswith(f"{other}."))
+        places.append(((*next(before, ()), word), key))
+    return shlex.join([base, *(place[-1] for place, _ in sorted(places))])
 
 
 def known_device(choice: str) -> str:

@@ -10,6 +10,7 @@ from its last checkpoint if the folder is shared.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
@@ -66,7 +67,7 @@ class Axis:
             raise UserError(f"--vary {text!r}: write key=low..high, key=low..high:log or key=value,value,…")
         bounds = re.fullmatch(r"([^.:,]+(?:\.\d+)?(?:e[-+]?\d+)?)\.\.([^:,]+)(:log)?", domain, re.IGNORECASE)
         if bounds is None:
-            values = tuple(domain.split(","))
+            values = tuple(recipes.values_in(domain))
             if len(set(values)) < max(2, len(values)):
                 raise UserError(f"--vary {text!r}: give at least two different values, or a range like 1e-4..1e-2:log.")
             return cls(key, values=values)
@@ -161,7 +162,8 @@ class Search(Queue):
                 place = _storage_in(journal)
                 names = optuna.get_all_study_names(place)
             except (ValueError, KeyError, OSError) as why:
-                raise UserError(f"{journal}: can't be read: {first_line(why)}.") from None
+                told = _damage(journal) or f"can't be read: {first_line(why)}."
+                raise UserError(f"{journal}: {told}") from None
             name = name if name in names else next(iter(names), name)  # the folder may have been renamed
         elif "://" not in storage:
             raise UserError(f"--storage {storage!r}: give an address like postgresql://user@host/database.")
@@ -349,6 +351,23 @@ def _cut_incomplete_line(path: Path) -> None:
         if file.read() != b"\n":
             file.seek(0)
             file.truncate(file.read().rfind(b"\n") + 1)
+
+
+def _damage(journal: Path) -> str | None:
+    """Which line of the file is no JSON, and what can be done; what follows it may depend on it."""
+    try:
+        lines = journal.read_bytes().splitlines()
+    except OSError:
+        return None
+    for whole, line in enumerate(lines):
+        try:
+            json.loads(line)
+        except ValueError:
+            return (
+                f"line {whole + 1} of {len(lines)} is damaged. To go on with the trials before it, keep only the lines "
+                f"before it (head -n {whole}); or choose another folder with --out."
+            )
+    return None
 
 
 def _compacted(summary: dict[str, Any]) -> dict[str, Any]:

@@ -215,7 +215,7 @@ class Prune(Part):
     def _makes_a_rule(self) -> Prune:
         if self.multiple > 1 and len(several(self.groups)) > 1:
             raise UserError(f"multiple needs a single kind of group, like coupled, not {self.groups}.")
-        settings = named(self.rule)[1]
+        rule, settings = named(self.rule)
         if self.target is not None and self.target.latency is not None:
             if self.groups != "coupled":
                 value = "" if self.value is None else " prune.value=null"
@@ -224,10 +224,12 @@ class Prune(Part):
                 raise UserError("a latency target applies to all layers: remove parameters and allow_empty.")
         if self.target is None:
             self.make()
-        elif self.value is not None or "value" in settings:
+        elif self.value is not None:
             raise UserError("give a value or a target, not both (prune.value=null).")
+        elif set(settings) == {"value"}:
+            raise UserError(f"give a value or a target, not both (prune.rule={rule}).")
         elif settings:
-            raise UserError(f"a target needs a rule without settings, not {self.rule}.")
+            raise UserError(f"a target needs a rule without settings, not {rule} with its (prune.rule=std-ratio).")
         else:
             self.rule_of_target()
         return self

@@ -32,7 +32,7 @@ def grid_runs(recipe: str, overrides: Sequence[str], grid: Iterable[str], folder
         key, equals, values = axis.partition("=")
         if not equals or not key or not values:
             raise UserError(f"--grid {axis!r}: write key=value,value,… like regularize.strength=1e-4,2e-4.")
-        axes.append([f"{key}={value}" for value in values.split(",")])
+        axes.append([f"{key}={value}" for value in recipes.values_in(values)])
     runs = []
     for chosen in itertools.product(*axes):
         all_overrides = [*overrides, *chosen]

@@ -35,7 +35,7 @@ class ADMM(Method):
         share("admm", stage, self.keep)
 
     def begin(self, stage: Stage) -> None:
-        self.units = stage.units()
+        self.units = stage.of_layers().units()
         self.rule = Density(share("admm", stage, self.keep), self.scope)
         self.w = {n: t for unit in self.units for n, t in zip(unit.names, unit.tensors, strict=True)}
         if stage.fresh:

@@ -12,10 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from deephoyer.errors import positive
+from deephoyer.groups import Unit
 from deephoyer.lab.methods.method import Stage, write
-from deephoyer.lab.methods.noisy_layers import LOG_VARIANCE, ElementScore, NoisyLayers, applied, drawn, weight_of
+from deephoyer.lab.methods.noisy_layers import LOG_VARIANCE, NO_WORTH, NoisyLayers, applied, drawn, weight_of
 from deephoyer.lab.methods.variational_dropout import divergence
-from deephoyer.scores import Score
+from deephoyer.penalties import wide
+from deephoyer.scores import Score, sums
+
+SAME = 1e-9
+"""The relative variance of numbers that are equal but for rounding."""
 
 
 class _BayesianCompression(NoisyLayers):
@@ -75,7 +80,38 @@ class _BayesianCompression(NoisyLayers):
         worth = {}
         for name, layer in self.trained_layers(stage).items():
             worth[f"{name}.weight".removeprefix(".")] = laid(layer, self.worth(name)).expand(weight_of(layer).shape)
-        return ElementScore(worth)
+        return ScaleScore(worth)
+
+
+class ScaleScore(Score):
+    """a score for every scale; a group has the mean of the scales that reach over its part of a tensor
+
+    A row of a linear layer has a weight of each input, whose scales say nothing of the row: it has none, and stays.
+    """
+
+    def __init__(self, worth: dict[str, Tensor]):
+        self.worth = worth
+
+    def of(self, unit: Unit) -> Tensor:
+        total = torch.zeros(len(unit.sizes()), dtype=torch.float64, device=unit.tensors[0].device)
+        count = torch.zeros_like(total)
+        for place, name in enumerate(unit.names):
+            if name not in self.worth:
+                continue
+            parts = [torch.zeros_like(t, dtype=torch.float64) for t in unit.tensors]
+            there, mean, square = (
+                sums(unit, [*parts[:place], values, *parts[place + 1 :]])
+                for values in (parts[place] + 1, self.worth[name].double(), self.worth[name].double().square())
+            )
+            mean, square = mean / there.clamp(min=1), square / there.clamp(min=1)
+            one_scale = (there > 0) & (square - mean.square() <= SAME * square)
+            total += torch.where(one_scale, mean * there, 0.0)
+            count += torch.where(one_scale, there, 0.0)
+        score = torch.where(count > 0, total / count.clamp(min=1), NO_WORTH)
+        return score.to(wide(unit.tensors[0]).dtype)
+
+    def __repr__(self) -> str:
+        return "ScaleScore()"
 
 
 class GroupNormalJeffreys(_BayesianCompression):

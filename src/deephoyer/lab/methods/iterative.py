@@ -14,7 +14,7 @@ class IterativeMagnitude(Method):
     """prunes the smallest weights in several steps with training in between (Han et al. 2015)
 
     After each of `steps` equal parts of the stage the network is cut by the same factor; the last cut is the prune
-    stage's.
+    stage's. Cuts are made between epochs: with more steps than epochs, several are one cut.
     """
 
     stages = ("regularize",)

@@ -21,6 +21,9 @@ from deephoyer.weights import find_weights
 LOG_VARIANCE = -9.0
 """Where the logarithm of each weight's variance starts."""
 
+NO_WORTH = torch.finfo(torch.float32).max ** 0.25
+"""The score of groups that a method says nothing of: they stay."""
+
 
 class NoisyLayers(Method):
     """Keeps a log variance for every weight of linear and convolution layers, and hooks that draw."""
@@ -114,7 +117,7 @@ class ElementScore(Score):
         for unit in units:
             mean, count = means(unit, [self.worth.get(name) for name in unit.names])
             # Biases and norms that stand by themselves have no worth by this method: they stay.
-            found.append(torch.where(count > 0, mean, torch.full_like(mean, torch.finfo(mean.dtype).max ** 0.25)))
+            found.append(torch.where(count > 0, mean, torch.full_like(mean, NO_WORTH)))
         return found
 
     def __repr__(self) -> str:

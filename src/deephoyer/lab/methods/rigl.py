@@ -38,7 +38,7 @@ class RigL(Method):
 
     def begin(self, stage: Stage) -> None:
         self.stage, self.units, self.step = stage, stage.of_layers().units(), stage.steps_done
-        self.last_epoch = math.ceil(0.75 * stage.epochs)
+        self.last_epoch = min(math.ceil(0.75 * stage.epochs), max(1, stage.epochs - 1))  # then what is left trains
         self.last = self.last_epoch * stage.steps
         self.growth: list[Tensor] = []
         self.masks = stage.masks

@@ -50,6 +50,23 @@ class ComparisonResults:
         chosen = (c["value"] for c in self.content["chosen"] if (c["method"], c["size"]) == (method, size))
         return next(chosen, None)
 
+    def is_at_an_open_end(self, method: str, size: float) -> bool:
+        """Whether the chosen setting is the last one of a grid that was extended as often as the protocol allows: a
+        better one may lie beyond."""
+        entry, size = self.protocol.methods[method], size if self.protocol.chooses_at(size) else self.protocol.middle
+        chosen, values = self.chosen_setting(method, size), list(entry.values)
+        if chosen is None or values[0] < chosen < values[-1]:
+            return False
+        end = 0 if chosen <= values[0] else -1
+        for extensions in range(self.protocol.extensions + 1):
+            following = entry.beyond(values, end)
+            if chosen == values[end]:
+                return extensions == self.protocol.extensions and following is not None
+            if following is None:
+                break
+            values.insert(0 if end == 0 else len(values), following)
+        return False
+
     def best_strength(self, method: str) -> float | None:
         """The strength of a penalty that was chosen for the middle size; None for other methods."""
         penalizes = self.protocol.methods[method].penalizes
@@ -127,6 +144,11 @@ def refuse_another(comparison: Comparison) -> None:
             "file, or give this comparison another name."
         )
     if not comparison.has_settings_of(content):
+        if content.get("recipe") != (comparison.own_digest or None):
+            raise UserError(
+                f"compare: {path} has the results of what {protocol.base} was before it was changed: rename or delete "
+                "that file, or give this comparison another name."
+            )
         settings = [*(f"{stage}.epochs={n}" for stage, n in content["epochs"].items()), *content["words"]]
         raise UserError(
             f"compare: {path} has the results of other settings ({' '.join(settings)}): rename or delete that file."

@@ -144,7 +144,8 @@ def _table(results: ComparisonResults, size: float) -> str:
     for method, entry in protocol.methods.items():
         runs, failures = results.finals(method, size), results.failures(method, size)
         if runs:
-            setting = f"`{entry.word(runs[0].value)}`"
+            open_end = " §" if results.is_at_an_open_end(method, size) else ""
+            setting = f"`{entry.word(runs[0].value)}`{open_end}"
             accuracy = _spread([100 * run.accuracy for run in runs])
             left = _spread([100 * run.share for run in runs]) + ("" if all(run.met for run in runs) else " ‡")
             seconds = f"{statistics.fmean(run.seconds for run in runs):,.0f}"
@@ -159,14 +160,26 @@ def _table(results: ComparisonResults, size: float) -> str:
     parts = [title, _grid(titles, lines, words=3)]
     if any("‡" in line[4] for line in lines):
         parts.append("‡ the size of at least one seed is more than 1 % off the target.")
+    if any(line[1].endswith("§") for line in lines):
+        parts.append(
+            f"§ still the last value of its grid after {_times(protocol.extensions)}: a better one may lie beyond."
+        )
     if missing:
         parts.append(f"{NOT_RUN[0].upper()}{NOT_RUN[1:]}: {_listed(missing)}.")
     return "\n\n".join(parts)
 
 
+def _times(extensions: int) -> str:
+    """
+    >>> _times(0), _times(1), _times(3)
+    ('no extensions', '1 extension', '3 extensions')
+    """
+    return f"{extensions or 'no'} extension{'' if extensions == 1 else 's'}"
+
+
 def _losses_by_setting(results: ComparisonResults) -> str:
     """The cost of missing the best setting: held-out accuracy for each setting, over the seeds that chose it."""
-    middle, lines = results.protocol.middle, []
+    middle, lines, better = results.protocol.middle, [], []
     for method in results.protocol.methods:
         best = results.chosen_setting(method, middle)
         if best is None:  # its search is not finished
@@ -175,11 +188,15 @@ def _losses_by_setting(results: ComparisonResults) -> str:
         top = means[best]
         lost = ", ".join(f"**{v:g}**" if v == best else f"{v:g}: {mean - top:+.2f}" for v, mean in means.items())
         lines.append([method, f"{top:.2f}", lost])
+        better += [method] * (round(max(means.values()) - top, 2) > 0)
     if not lines:
         return ""
-    titles = ["method", "best, %", "points lost at other settings"]
+    titles = ["method", "chosen, %", "points lost at other settings"]
     title = f"**How much the setting matters**: accuracy on held-out images, target {100 * middle:g} %"
-    return f"{title}\n\n{_grid(titles, lines, words=1)}"
+    parts = [title, _grid(titles, lines, words=1)]
+    if better:
+        parts.append(f"Better settings of {_listed(better)} were run after the choice, which they do not change.")
+    return "\n\n".join(parts)
 
 
 def _losses_near_best(results: ComparisonResults) -> str:

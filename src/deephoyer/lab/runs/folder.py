@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -67,7 +68,7 @@ class RunFolder:
         try:
             self._new = not self.path.exists()
             self.path.mkdir(parents=True, exist_ok=True)
-            lock = open(self.path / ".lock", "w")  # noqa: SIM115 (held for the whole run)
+            lock = open(self.path / ".lock", "a")  # noqa: SIM115 (held for the whole run)
         except OSError as why:
             raise UserError(f"run folder {self.path}: can't be created: {why.strerror}.") from None
         try:
@@ -77,7 +78,21 @@ class RunFolder:
             return False
         self._lock = lock
         _locks.add(lock)
+        with suppress(OSError):  # on a full disk the lock holds all the same
+            lock.truncate(0)
+            os.write(lock.fileno(), f"{os.getpid()} {socket.gethostname()}\n".encode())
         return True
+
+    def stopped_holder(self) -> int | None:
+        """The process that has the folder, where that is one of this machine that was stopped, as by Ctrl-Z."""
+        try:
+            number, _, machine = (self.path / ".lock").read_text(encoding="utf-8").strip().partition(" ")
+            if machine != socket.gethostname():
+                return None
+            state = Path(f"/proc/{int(number)}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+        except (OSError, ValueError, IndexError):  # it has just ended, or this is not Linux
+            return None
+        return int(number) if state == "T" else None
 
     def close(self) -> None:
         """Unlocks the folder. One that is new and still empty, of a run that was refused, is removed."""

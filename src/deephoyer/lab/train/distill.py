@@ -26,6 +26,7 @@ from deephoyer.lab.train import teacher_cache
 from deephoyer.lab.train.augment import place
 from deephoyer.lab.train.batches import Draw, moved
 from deephoyer.lab.train.compiling import Compiled, repeated
+from deephoyer.lab.train.evaluate import count_outputs
 from deephoyer.lab.train.memory_format import memory_format
 from deephoyer.weights import LAYERS
 
@@ -36,16 +37,16 @@ MOST_PASSES = 30
 """A table costs one pass over the training images per position; beyond this number it is not worth it."""
 
 
-def classifier(network: nn.Module, example: Tensor) -> nn.Linear:
-    """The linear layer that a network calls last; what it is given are the network's features.
+def classifier(network: nn.Module, example: Tensor, who: str = "network") -> tuple[nn.Linear, torch.Size]:
+    """The linear layer that a network calls last, and the shape of what it is given: an image's features.
 
     >>> from deephoyer.lab import models
     >>> classifier(models.make("lenet-300-100"), torch.zeros(1, 1, 28, 28))
-    Linear(in_features=100, out_features=10, bias=True)
+    (Linear(in_features=100, out_features=10, bias=True), torch.Size([100]))
     """
     layers = [m for m in network.modules() if isinstance(m, nn.Linear)]
-    called: list[nn.Linear] = []
-    hooks = [m.register_forward_pre_hook(lambda m, _: called.append(m)) for m in layers]
+    called: list[tuple[nn.Linear, torch.Size]] = []
+    hooks = [m.register_forward_pre_hook(lambda m, given: called.append((m, given[0].shape[1:]))) for m in layers]
     was_training = network.training
     try:
         with torch.no_grad():
@@ -55,7 +56,7 @@ def classifier(network: nn.Module, example: Tensor) -> nn.Linear:
         for hook in hooks:
             hook.remove()
     if not called:
-        raise UserError("distill.features: the network calls no linear layer; set distill.features=0.")
+        raise UserError(f"distill.features: the {who} calls no linear layer; set distill.features=0.")
     return called[-1]
 
 
@@ -99,7 +100,10 @@ class Teachers:
         self.table: Tensor | None = None
         self.compiled = Compiled(())
         self.features = features
-        self._classifier = classifier(self.teachers[0], data.example()) if features else None
+        self._classifier: nn.Linear | None = None
+        self._shape = torch.Size()
+        if features:
+            self._classifier, self._shape = classifier(self.teachers[0], data.example(), "teacher")
         if keep:
             if not isinstance(data, Dataset):
                 raise UserError(
@@ -133,7 +137,9 @@ class Teachers:
             for layer in (m for teacher in self.teachers for m in teacher.modules() if isinstance(m, LAYERS)):
                 layer.to(torch.bfloat16)
         if compiled:
-            self.compiled = Compiled([m for teacher in self.teachers for m in repeated(teacher) or [teacher]])
+            # A teacher whose features are looked at from within is not compiled whole.
+            parts = [repeated(teacher) or ([] if self.features else [teacher]) for teacher in self.teachers]
+            self.compiled = Compiled([module for own in parts for module in own])
 
     def _predict_all(self, teachers: Sequence[nn.Module], data: Dataset, position: Position, half: bool) -> Tensor:
         """The teachers' mean prediction for all training images in one position."""
@@ -155,11 +161,11 @@ class Teachers:
         """The layer of a network whose inputs are to be the teacher's features, where they are learned."""
         if self._classifier is None:
             return None
-        own = classifier(network, example)
-        if own.in_features != self._classifier.in_features:
+        own, shape = classifier(network, example)
+        if shape != self._shape:
             raise UserError(
-                f"distill.features: the network has {own.in_features} features and its teacher "
-                f"{self._classifier.in_features}; set distill.features=0."
+                f"distill.features: the network has {_times(shape)} features and its teacher {_times(self._shape)}; "
+                "set distill.features=0."
             )
         return own
 
@@ -187,6 +193,10 @@ class Teachers:
         return (1 - self.weight) * F.cross_entropy(logits, labels, reduction="none") + divergence
 
 
+def _times(shape: torch.Size) -> str:
+    return "×".join(map(str, shape))
+
+
 def teachers_of(recipe: Recipe, data: Source, device: torch.device, say: Callable[[str], None]) -> Teachers:
     """The teachers that a recipe names, on the run's device."""
     settings = recipe.distill
@@ -200,6 +210,11 @@ def teachers_of(recipe: Recipe, data: Source, device: torch.device, say: Callabl
             )
         teacher = built_for(network.path, network.model).to(device).to(memory_format=layout)
         checkpoint.fill(teacher, network.path, "distill.teachers")
+        outputs = count_outputs(teacher.eval(), data.example(), f"distill.teachers: {network.path}")
+        if outputs != data.classes:
+            raise UserError(
+                f"distill.teachers: {network.path} has {outputs} outputs, but the data has {data.classes} classes."
+            )
         teachers.append(teacher)
     return Teachers(
         teachers,

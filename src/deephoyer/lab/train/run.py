@@ -6,6 +6,7 @@ which data and which penalty are names in the recipe.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from functools import cached_property
@@ -54,6 +55,8 @@ CROPPED_BATCH = {"cpu": 50, "cuda": 250}
 
 LOOK_EVERY = 0.5
 """Seconds between two looks at a folder that another process is using."""
+STOPPED_FOR = 60.0
+"""Seconds for which that process may be stopped until it is not waited for any longer."""
 
 
 class Run:
@@ -75,7 +78,7 @@ class Run:
         self._held: Hold | None = None
         self.checkpoints = Checkpoints(self)
         self.processes = Processes()
-        self._waited = False
+        self._waited, self._stopped_since = False, math.inf
 
     def execute(self) -> Run:
         """Runs what is left to run; afterwards `model`, `masks` and `state` are the final ones."""
@@ -106,6 +109,16 @@ class Run:
         if not self._waited:
             self.progress.note(f"another process is using {self.folder.path}; waiting for it")
             self._waited = True
+        stopped = self.folder.stopped_holder()
+        if stopped is None:
+            self._stopped_since = math.inf
+        elif (since := min(self._stopped_since, time.monotonic())) + STOPPED_FOR > time.monotonic():
+            self._stopped_since = since
+        else:
+            raise UserError(
+                f"run folder {self.folder.path}: process {stopped} is using it and is stopped. Continue it "
+                f"(kill -CONT {stopped}) or end it, then run the same command again."
+            )
         time.sleep(LOOK_EVERY)
 
     # Preparing
