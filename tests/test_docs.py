@@ -211,35 +211,17 @@ def test_prose_about_methods_has_the_numbers_of_the_comparisons(compared):
 
 
 def test_the_readmes_words_on_its_table_of_methods_are_true(compared):
-    l1, ours = (means(compared, method) for method in ("l1, effective counts", "Hoyer-Square, effective counts"))
-    behind = [a - b for a, b in zip(l1, ours, strict=True)]
-    assert min(behind) >= 0.15 and max(behind) < 0.36, "Hoyer-Square is 0.2 to 0.35 points behind"
-    neurons = results_of("lenet-300-100-structure")
+    def behind(results):
+        l1, ours = (means(results, method) for method in ("l1, effective counts", "Hoyer-Square, effective counts"))
+        return [a - b for a, b in zip(l1, ours, strict=True)]
+
+    lenet_300, lenet_5 = behind(compared), behind(results_of("lenet-5"))
+    assert min(lenet_300) >= 0.15 and max(lenet_300) < 0.36, "Hoyer-Square is 0.2 to 0.35 points behind"
+    assert min(lenet_5) > 0 and 0.4 < max(lenet_5) < 0.46, "up to 0.45 on LeNet-5"
+    neurons, filters = results_of("lenet-300-100-structure"), results_of("lenet-5-structure")
     for size in neurons.protocol.sizes:
-        assert BEST not in verdicts(neurons.accuracies(size)).values(), (
-            "for neurons no method is better than all others"
-        )
-
-
-def test_the_readmes_numbers_of_lenet_5_are_those_of_its_comparisons():
-    readme = " ".join(text("README.md").split())
-    for name, methods, words in (
-        (
-            "lenet-5",
-            [f"{p}, effective counts" for p in ("l1", "Hoyer-Square")],
-            "l1 has {} % correct with {} % of the weights",
-        ),
-        ("lenet-5-structure", ("group lasso", "Group-HS"), "group lasso {} % with at most {} % of the MACs"),
-    ):
-        results = results_of(name)
-        sizes = listed(f"{100 * size:g}" for size in results.protocol.sizes)
-        first, second = (listed(f"{mean:.2f}" for mean in means(results, method)) for method in methods)
-        assert f"{words.format(first, sizes)}, {methods[1].partition(',')[0]} {second} %" in readme
-
-
-def listed(words):
-    *some, last = words
-    return f"{', '.join(some)} and {last}"
+        assert BEST not in verdicts(neurons.accuracies(size)).values(), "for neurons none is better than all others"
+    assert all(a > b for a, b in zip(means(filters, "group lasso"), means(filters, "Group-HS"), strict=True))
 
 
 def test_prose_about_strengths_has_the_losses_of_the_comparison(compared):
