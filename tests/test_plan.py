@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import warnings
 from pathlib import Path
 
 import pytest
@@ -382,6 +383,20 @@ def test_a_score_that_is_no_number_is_the_worst_of_all():
     assert plan.report.epoch == 7 and plan.report.reached == pytest.approx(0.5, rel=0.03)
 
 
+@pytest.mark.parametrize("scores, told", [([0.6, 0.5, 0.71], True), ([0.6, 0.5, 0.69], False)])
+def test_a_drop_measured_from_a_network_that_was_still_learning_is_told(scores, told):
+    model = network()
+    plan = Plan(model, X, adam(model), Target(macs=0.5, drop=0.1), 4, rounds=1, pull=0)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for score in scores:
+            plan.epoch(score)
+    said = [str(w.message) for w in seen if "higher than those before it" in str(w.message)]
+    assert len(said) == told and all(w.filename == __file__ for w in seen if str(w.message) in said)
+    plan.finish()
+    assert ("baseline=" in str(plan.report)) == told
+
+
 def test_without_a_score_to_measure_a_drop_from_nothing_is_pruned():
     model = network()
     optimizer = adam(model)
@@ -411,6 +426,22 @@ def test_weights_that_came_back_behind_the_hooks_are_zero_again_and_told():
     with pytest.warns(UserWarning, match=r"weights of 0\.weight, 3\.weight, 7\.weight, … that had been"):
         plan.finish()
     assert plan.report.reached == pytest.approx(0.2, rel=0.02) and "zero again" in str(plan.report)
+
+
+def test_an_average_of_the_weights_becomes_as_small_with_the_masks_of_the_plan():
+    model = network()
+    optimizer = adam(model)
+    average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
+    plan = Plan(model, X, optimizer, Target(macs=0.4), 4)
+    for epoch in range(4):
+        train(model, optimizer, epoch, count=2)
+        average.update_parameters(model)
+        plan.epoch()
+    small = plan.finish()
+    plan.masks.apply(average.module)
+    averaged = dh.compact(average.module, X)
+    assert [p.shape for p in averaged.parameters()] == [p.shape for p in small.parameters()]
+    assert not torch.equal(averaged[0].weight, small[0].weight)
 
 
 def test_an_optimizer_that_makes_no_step_is_told():

@@ -1,8 +1,8 @@
 """Cuts a network to a target: which groups go so that it is as small, or as fast, as asked, and no smaller.
 
 Coupled groups are chosen by what widths cost and channels are worth (`widths.py`), single weights for a density are the
-largest of the whole network; any other grouping goes by the value of a threshold (`targets.py`). A latency is measured on the cut network, and the choice corrected by it. When to cut,
-and what to train before and after, is for the caller.
+largest of the whole network; any other grouping goes by the value of a threshold (`targets.py`). A latency is measured
+on the cut network, and the choice corrected by it. When to cut, and what to train before and after, is for the caller.
 """
 
 from __future__ import annotations

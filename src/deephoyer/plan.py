@@ -407,10 +407,20 @@ class Plan:
         base = self.base
         return self.target.drop is None or base is None or score >= base - self.target.drop - 1e-9
 
+    def _rose(self, score: float) -> bool:
+        """Whether the score that drops are measured from says nothing: a pruned network is better by far."""
+        return self.target.drop is not None and self.base is not None and score > self.base + self.target.drop
+
     def _remember(self, score: float) -> None:
         """Keeps the weights of the epoch that would be handed back if training ended now."""
         if self.target.drop is None and self.level < self.rounds:
             return
+        if self.level > 0 and self.baseline is None and self._rose(score):
+            self._tell(
+                "a score after pruning is higher than those before it by more than the drop, which is measured from "
+                "them and so allows more loss than it says: train the network fully first, or give baseline=, its "
+                "score when trained without pruning."
+            )
         within = self.level == 0 or self._within(score)
         rank = [float(within), float(self.level if within else 0), score]
         if self._best is None or rank > self._best["rank"]:

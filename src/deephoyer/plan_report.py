@@ -65,7 +65,9 @@ class PlanReport:
         lines += [f"idle:      {idle_line(self.idle)}"] if self.idle else []
         if self.widths:
             cells = [[name, why, f"{before:,}", f"{after:,}"] for name, before, after, why in self.widths]
-            lines.append(text_table("widths", ["channels of", "kept because", "before", "after"], cells, words=2))
+            lines.append(
+                text_table("widths", ["channels or heads of", "kept because", "before", "after"], cells, words=2)
+            )
         if self.history:
             lines.append(self._epochs())
         return "\n".join(lines)
