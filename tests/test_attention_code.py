@@ -413,3 +413,25 @@ def test_heads_go_where_their_width_is_taken_from_a_tensor_that_loses_channels_t
     small = dh.compact(net, x, groups=groups)
     longer = numbers(3, 9, 5)
     assert small.i.out_features < 16 and largest_gap(net(longer), small(longer)) < 1e-12
+
+
+def test_a_layers_own_width_stays_where_code_splits_others_by_it(tmp_path):
+    class Fused(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.heads, self.qkv, self.o = HEADS, nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            b, n, _ = x.shape
+            parts = self.qkv(x).split(self.o.out_features, 2)
+            q, k, v = (part.view(b, n, self.heads, -1).transpose(1, 2) for part in parts)
+            return x + self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, n, -1))
+
+    net, small = halved(Fused(), numbers(2, TOKENS, WIDTH))
+    assert small.o.in_features == WIDTH // 2 and small.o.out_features == WIDTH
+    dh.save(small, tmp_path / "small.safetensors")
+    again = dh.load(tmp_path / "small.safetensors", model=Fused().double()).eval()
+    for tokens in (TOKENS, TOKENS + 3):
+        x = numbers(3, tokens, WIDTH, seed=1)
+        assert_same(net, small, x)
+        assert_same(net, again, x)

@@ -432,6 +432,26 @@ def test_onnx_runs_with_any_batch_and_computes_the_same(tmp_path):
     torch.testing.assert_close(torch.from_numpy(out), model.eval()(x), rtol=1e-4, atol=1e-4)
 
 
+def test_onnx_calls_outputs_as_the_networks_dict_does(tmp_path):
+    """But not as an input, or what the exporter calls something within: names are unique in a file."""
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+
+    class Detector(nn.Linear):
+        def forward(self, x):
+            h = super().forward(x)
+            return {"boxes": h + 1, "exp": h.relu(), "relu": h.exp(), "x": h, "linear": h, "same": x}
+
+    export(model := Detector(4, 3), torch.randn(2, 4), tmp_path / "a.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "a.onnx")
+    x = torch.randn(5, 4)
+    outputs = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    expected, names = model(x), [output.name for output in session.get_outputs()]
+    assert names[0] == "boxes" and "x" not in names and len(set(names)) == len(names)
+    for output, value in zip(outputs, expected.values(), strict=True):
+        torch.testing.assert_close(torch.from_numpy(output), value)
+
+
 def test_a_compacted_network_with_joints_exports_too(tmp_path):
     pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")

@@ -184,12 +184,14 @@ def test_after_fit_the_lightning_module_holds_the_smaller_network_and_so_does_a_
 
     module, callback = lightning_module(), PlanCallback(TARGET, X, monitor="val_acc", **SETTINGS)
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
-    trainer = lightning.Trainer(max_epochs=EPOCHS, callbacks=[callback], default_root_dir=tmp_path, **quiet)
+    folder = tmp_path / "of a run" / "that nobody has made"
+    settings = quiet | {"default_root_dir": folder, "enable_checkpointing": False}
+    trainer = lightning.Trainer(max_epochs=EPOCHS, callbacks=[callback], **settings)
     data = DataLoader(TensorDataset(*images()), batch_size=48)
     trainer.fit(module, data, data)
     assert module.net is callback.small
     assert trainer.validate(module, data, verbose=False)[0]["val_acc"] == pytest.approx(callback.report.score)
-    loaded = dh.load(tmp_path / "small.safetensors", model=network())
+    loaded = dh.load(folder / "small.safetensors", model=network())
     assert torch.equal(loaded(X), callback.small(X))
 
 

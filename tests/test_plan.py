@@ -16,6 +16,7 @@ from torch import nn
 
 import deephoyer as dh
 from deephoyer.counting import count
+from deephoyer.cutting import Cutter
 from deephoyer.lab.models import make
 from deephoyer.pace import Stages
 from deephoyer.plan import Plan
@@ -255,6 +256,22 @@ def test_weights_that_came_back_behind_the_hooks_are_zero_again_and_told():
     with pytest.warns(UserWarning, match=r"weights of 0\.weight, 3\.weight, 7\.weight, … that had been"):
         plan.finish()
     assert plan.report.reached == pytest.approx(0.2, rel=0.02) and "zero again" in str(plan.report)
+
+
+def test_an_average_of_the_weights_becomes_as_small_with_the_masks_of_the_plan():
+    model = network()
+    optimizer = adam(model)
+    average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
+    plan = Plan(model, X, optimizer, Target(macs=0.4), 4)
+    for epoch in range(4):
+        train(model, optimizer, epoch, count=2)
+        average.update_parameters(model)
+        plan.epoch()
+    small = plan.finish()
+    plan.masks.apply(average.module)
+    averaged = dh.compact(average.module, X)
+    assert [p.shape for p in averaged.parameters()] == [p.shape for p in small.parameters()]
+    assert not torch.equal(averaged[0].weight, small[0].weight)
 
 
 def test_an_optimizer_that_makes_no_step_is_told():
@@ -568,6 +585,27 @@ def test_a_density_beyond_reach_goes_as_far_as_it_can_and_says_why():
     plan.finish()
     assert "no layer may be emptied" in plan.report.notes[0] and plan.report.reached < 0.5
     assert f"it is {plan.report.reached:.4g} at std-ratio" in plan.report.notes[0], "no further than was reached"
+
+
+def test_single_weights_go_by_one_threshold_for_all_layers():
+    """By multiples of each layer's deviation the wide layer would keep as much as the others, and accuracy falls."""
+    model = network()
+    chosen = Cutter(model, X, Target(density=0.3)).plan(0.3)
+    weights = [p.detach().abs().flatten() for p in model.parameters() if p.dim() > 1]
+    kept, gone = (torch.cat([w[k == side] for w, k in zip(weights, chosen.keeps, strict=True)]) for side in (1, 0))
+    assert kept.min() > gone.max() and chosen.share == pytest.approx(0.3, rel=0.01) and not chosen.stuck
+
+
+def test_a_layer_whose_weights_are_all_smaller_than_others_keeps_some():
+    model = network()
+    with torch.no_grad():
+        model[7].weight *= 1e-3
+    chosen = Cutter(model, X, Target(density=0.02)).plan(0.02)
+    kept = [keep.double().mean().item() for keep in chosen.keeps]
+    assert kept[2] == pytest.approx(0.002, rel=0.1) and chosen.share == pytest.approx(0.02, rel=0.01)
+    model[0].weight.requires_grad_(False)
+    chosen = Cutter(model, X, Target(density=0.02)).plan(0.02)
+    assert "frozen" in chosen.stuck[0] and chosen.share > 0.03
 
 
 def test_single_weights_of_a_network_that_can_not_be_followed_are_pruned_all_the_same():

@@ -1,8 +1,8 @@
 """Cuts a network to a target: which groups go so that it is as small, or as fast, as asked, and no smaller.
 
-Coupled groups are chosen by what widths cost and channels are worth (`widths.py`); any other grouping by the value of
-a threshold (`targets.py`). A latency is measured on the cut network, and the choice corrected by it. When to cut,
-and what to train before and after, is for the caller.
+Coupled groups are chosen by what widths cost and channels are worth (`widths.py`), single weights for a density are the
+largest of the whole network; any other grouping goes by the value of a threshold (`targets.py`). A latency is measured
+on the cut network, and the choice corrected by it. When to cut, and what to train before and after, is for the caller.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from deephoyer import targets
 from deephoyer.counting import count
 from deephoyer.errors import UserError, not_negative, positive_whole, shown
-from deephoyer.groups import Grouping, Kinds, Unit, groupings, weights_for
+from deephoyer.groups import Elements, Grouping, Kinds, Unit, groupings, weights_for
 from deephoyer.inference import Examples, device_of
 from deephoyer.latency import Beside
 from deephoyer.layer_times import latency_cost
@@ -42,6 +42,8 @@ STEPS = 8
 """How many bounds are gone through, from one look to the next, for a cut that is not known yet."""
 CLOSE_IN_TIME = 0.1
 """How much faster than asked still counts as what was asked: times have steps, and never come out the same twice."""
+LEAST_OF_WEIGHTS = 0.1
+"""How much of the density asked for each layer keeps, however small its weights are beside those of other layers."""
 MULTIPLES = {"cpu": 8, "cuda": 32}
 """Numbers of channels that processors compute in whole blocks."""
 
@@ -222,7 +224,11 @@ class Cutter:
         """What would stay at this share of the cost; nothing is changed. Sets that can't give more make it more."""
         units, scores = self.scores()
         if self.cost is None:
-            return self._by_threshold(share, units, scores)
+            goal = self._goal(share)
+            if goal.kept(now := goal.measure()):
+                return Cut([s.score > 0 for s in scores], now, [])
+            single = self.target.kind == "density" and all(isinstance(kind, Elements) for kind in self.groups)
+            return self._largest(goal, units, scores) if single else self._by_threshold(goal, units, scores)
         return self._by_widths(share, units, scores)
 
     def _by_widths(self, share: float, units: list[Unit], scores: list[Scores]) -> Cut:
@@ -272,11 +278,24 @@ class Cutter:
         units, scores = scored(self.model, self.groups, self.parameters)
         return cut(self.model, Given(chosen.keeps), units, scores)
 
-    def _by_threshold(self, share: float, units: list[Unit], scores: list[Scores]) -> Cut:
-        goal = self._goal(share)
-        now = goal.measure()
-        if goal.kept(now):
-            return Cut([s.score > 0 for s in scores], now, [])
+    def _largest(self, goal: targets.Goal, units: list[Unit], scores: list[Scores]) -> Cut:
+        """The single weights of the highest scores in the network, and of each layer a part of what is asked for.
+
+        Multiples of each layer's standard deviation would cut wide layers as little as narrow ones; a threshold for all
+        layers alone would empty those whose weights are small.
+        """
+        least = [s.largest(math.ceil(LEAST_OF_WEIGHTS * goal.bound * s.score.numel())).keep for s in scores]
+        ranked = torch.cat([s.score.masked_fill(keep, math.inf).cpu() for s, keep in zip(scores, least, strict=True)])
+        whole, there = count(self.model)[1], sum(int(alive.sum()) for _, alive in self.alive())
+        most, fewest = int(goal.bound * whole.weights) - (whole.nonzeros - there), sum(int(k.sum()) for k in least)
+        keeps = Scores((), ranked, 0.0).largest(max(most, fewest)).keep.split([s.score.numel() for s in scores])
+        with restored(self.model):
+            cut(self.model, Given(keeps), units, scores)
+            reached = goal.measure()
+        why = f"each layer keeps {LEAST_OF_WEIGHTS:g} of the density asked for; frozen and protected ones keep all"
+        return Cut(list(keeps), reached, [why] if most < fewest else [])
+
+    def _by_threshold(self, goal: targets.Goal, units: list[Unit], scores: list[Scores]) -> Cut:
         try:
             found, why = self._value(goal), []
         except targets.OutOfReach as too_far:  # as far as it goes, then

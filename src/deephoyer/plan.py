@@ -181,8 +181,6 @@ class Plan:
         self.done += 1
         if told or score is not None:
             self._keep_zeros()
-        if score is not None:
-            self._remember(score)
         if told or score is not None:
             self.history.append(
                 {
@@ -193,6 +191,8 @@ class Plan:
                     **({} if score is None else {"score": score}),
                 }
             )
+        if score is not None:
+            self._remember(score)
         if score is not None and self.pace.level and not self._within(score):
             self._recover()
         elif (rounds := self.pace.due(self.done)) and self._allowed(score):
@@ -387,13 +387,16 @@ class Plan:
 
     @property
     def base(self) -> float | None:
-        """The score that drops are measured from: the one given, or the best before the first prune."""
+        """The score that drops are measured from: the one given, or the best; without a drop the best before a prune.
+
+        A pruned network may still be learning, and then come to more than the whole one had.
+        """
         if self.baseline is not None:
             return self.baseline
-        dense = [
-            line["score"] for line in self.history if "score" in line and line["share"] == self.history[0]["share"]
-        ]
-        return max(dense, default=None)
+        scored = [line for line in self.history if "score" in line]
+        if self.target.drop is None:
+            scored = [line for line in scored if line["share"] == self.history[0]["share"]]
+        return max((line["score"] for line in scored), default=None)
 
     def _within(self, score: float) -> bool:
         base = self.base
@@ -404,12 +407,11 @@ class Plan:
         pace = self.pace
         if self.target.drop is None and not pace.over:
             return
-        within = pace.level == 0 or self._within(score)
-        rank = [float(within), -pace.share if within else 0.0, score]
-        if self._best is None or rank > self._best["rank"]:
+        if self._best is None or self._rank(pace.level, pace.share, score) > self._rank(
+            self._best["level"], self._best["aimed"], self._best["score"]
+        ):
             weights = {name: _kept(value) for name, value in self.model.state_dict().items()}
             self._best = {
-                "rank": rank,
                 "level": pace.level,
                 "aimed": pace.share,
                 "share": self._share,
@@ -418,6 +420,11 @@ class Plan:
                 "model": weights,
                 "masks": None if self.masks is None else dict(self.masks),
             }
+
+    def _rank(self, level: int, share: float, score: float) -> tuple[bool, float, float]:
+        """What is kept: the smallest network of those within the drop, else the one with the best score."""
+        within = level == 0 or self._within(score)
+        return within, -share if within else 0.0, score
 
     def _note(self, text: str) -> None:
         if text not in self.notes:

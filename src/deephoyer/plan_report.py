@@ -56,16 +56,19 @@ class PlanReport:
             f"asked for: {self.target.title()}",
             f"reached:   {self.reached:.4f}, the weights of {self._unit()} {self.epoch}",
         ]
+        word = "before the first prune" if self.target.drop is None else "is what the drop is measured from"
+        before = "" if self.base is None else f"{self.base:.4f} {word}"
         if self.score is not None:
-            before = "" if self.base is None else f", {self.base:.4f} before the first prune"
-            lines.append(f"score:     {self.score:.4f}{before}")
-        elif self.base is not None:
-            lines.append(f"score:     none was given for these weights; {self.base:.4f} before the first prune")
+            lines.append(f"score:     {self.score:.4f}{before and ', '}{before}")
+        elif before:
+            lines.append(f"score:     none was given for these weights; {before}")
         lines += [f"note:      {note}" for note in self.notes]
         lines += [f"idle:      {idle_line(self.idle)}"] if self.idle else []
         if self.widths:
             cells = [[name, why, f"{before:,}", f"{after:,}"] for name, before, after, why in self.widths]
-            lines.append(text_table("widths", ["channels of", "kept because", "before", "after"], cells, words=2))
+            lines.append(
+                text_table("widths", ["channels or heads of", "kept because", "before", "after"], cells, words=2)
+            )
         if self.history:
             lines.append(self._epochs())
         return "\n".join(lines)

@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -36,8 +37,8 @@ def export(model: nn.Module, example_inputs: Examples, path: str | os.PathLike[s
         raise UserError(f"export: the network has {size:,} bytes; an ONNX file holds at most {LARGEST_FILE:,}.")
     batch = max(2, batch_of(example_inputs))  # the exporter takes a batch of one for a constant
     with at_rest(model):
-        try_call(model, example_inputs)  # the exporter would tell in pages what is wrong with them
-        content = _to_onnx(model, with_batch(example_inputs, batch), batch)
+        output = try_call(model, example_inputs)  # the exporter would tell in pages what is wrong with them
+        content = _to_onnx(model, with_batch(example_inputs, batch), batch, output)
         worst = max(_difference(model, content, with_batch(example_inputs, size)) for size in (1, batch, batch + 1))
     if not worst <= max([TOLERANCE[torch.float32], *(tolerance(t) for t in tensors if t.is_floating_point())]):
         raise UserError(f"export: onnxruntime's outputs differ by {worst:.2g} of their scale; {path} was not written.")
@@ -56,7 +57,19 @@ def _need(*packages: str) -> None:
             ) from None
 
 
-def _to_onnx(model: nn.Module, examples: Examples, batch: int) -> bytes:
+def _call_outputs_as(graph: Any, output: Any) -> None:
+    """Gives the outputs the names that a dict has for them, unless something else in the graph is called so."""
+    flat = isinstance(output, Mapping) and all(isinstance(value, Tensor) for value in output.values())
+    if not flat or len(output) != len(graph.outputs):
+        return
+    taken = {value.name for node in graph for value in node.outputs} | {value.name for value in graph.inputs}
+    taken |= set(graph.initializers)
+    for name, value in zip(map(str, output), list(graph.outputs), strict=True):
+        if name not in taken and not value.is_graph_input() and graph.outputs.count(value) == 1:
+            value.name = name
+
+
+def _to_onnx(model: nn.Module, examples: Examples, batch: int, output: Any) -> bytes:
     args, kwargs = arguments(examples)
     open_batch = {0: torch.export.Dim("batch", min=1, max=2**31 - 1)}
 
@@ -71,7 +84,9 @@ def _to_onnx(model: nn.Module, examples: Examples, batch: int) -> bytes:
             program = torch.onnx.export(
                 model, args, kwargs=kwargs or None, dynamo=True, dynamic_shapes=shapes, verbose=False
             )
-        return program.model_proto.SerializeToString()  # type: ignore[union-attr]
+        assert program is not None, "of the dynamo exporter"
+        _call_outputs_as(program.model.graph, output)
+        return program.model_proto.SerializeToString()
     except (torch.onnx.OnnxExporterError, RuntimeError, ValueError) as why:
         cause = why.__cause__ or why  # the exporter wraps it in advice of many lines
         raise UserError(

@@ -135,7 +135,9 @@ class PlanCallback(Callback):
             become(pl_module, self.small)
             pl_module.trainer = trainer  # a copy of a module belongs to no trainer
         if trainer.is_global_zero and not trainer.fast_dev_run:
-            save(self.small, Path(trainer.default_root_dir) / SMALL)
+            folder = Path(trainer.default_root_dir)
+            folder.mkdir(parents=True, exist_ok=True)  # Lightning makes it for logs and checkpoints of its own only
+            save(self.small, folder / SMALL)
 
     def _epoch_over(self, trainer: Any) -> None:
         plan = self._there()

@@ -132,7 +132,10 @@ def _kinds() -> dict[str, Any]:
 def run(
     recipe: Annotated[str, typer.Argument(help="a recipe's name, or a YAML file of your own")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help="e.g. seed=1")] = None,
-    folder: Annotated[Path | None, typer.Option("--out", help="the run's folder; runs/NAME by default")] = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option("--out", help="the run's folder; by default in runs/, named after recipe, changes and seed"),
+    ] = None,
 ) -> None:
     """Trains, regularizes, prunes and finetunes. Run the same command again to resume an interrupted run."""
     from deephoyer.lab import recipe as recipes

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from deephoyer.structure.asked_sizes import SLICES, Asking, Call, CallCounter, with_sizes, written_bounds
+from deephoyer.structure.layers import kind_of
 from deephoyer.structure.narrowed import narrowed, set_size
 from deephoyer.weights import hookable_modules
 
@@ -86,10 +87,15 @@ class Computed(int):
 
 
 def mark_settings(model: nn.Module) -> None:
-    """Makes every whole number among the modules' attributes a `Setting`; the model must be a copy."""
+    """Makes every whole number among the modules' attributes a `Setting`; the model must be a copy.
+
+    But those in which a layer says its own widths: they are its tensors', whatever else somebody's code asks them for.
+    """
     for prefix, module in model.named_modules():
+        kind = kind_of(module)
+        own = () if kind is None else (kind.out_size, kind.in_size)
         for name, value in vars(module).items():
-            if type(value) is int and value > 1:
+            if type(value) is int and value > 1 and name not in own:
                 vars(module)[name] = Setting.of(value, prefix, name)
 
 
