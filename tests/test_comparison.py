@@ -523,6 +523,10 @@ def test_a_comparison_runs_to_its_end_goes_on_after_a_stop_and_writes_its_page(c
     assert code == 0, error
     assert all(path.stat().st_mtime_ns == moment for path, moment in before.items())
 
+    page = Path("docs/methods-mine.md").read_text()
+    assert page.startswith("# a miniature\n") and "`deephoyer compare mine.yaml model=small " in page
+    assert all(f"| {method} | `" in page for method in stopped.methods) and not Path("docs/methods.md").exists()
+
     whole = Path("results/methods/mine.json").read_text()
     code, said, error = command("compare", "mine.yaml", *TINY, "--only", "l1", "--write")
     assert code == 0 and Path("results/methods/mine.json").read_text() == whole, "the other methods stay in it"
@@ -546,7 +550,7 @@ def test_a_comparison_runs_to_its_end_goes_on_after_a_stop_and_writes_its_page(c
     table = methods_page._table(results, 0.1)
     assert table.count("`") == 8 and "regularize.strength=" in table and methods_page.NOT_RUN not in table
     assert "How much the setting matters" in methods_page._losses_by_setting(results)
-    assert "Not run yet" in Path("docs/methods.md").read_text()
+    assert command("compare", "all")[0] == 0 and "Not run yet" in Path("docs/methods.md").read_text()
     last = recipe.Command.parse(finals[0]["command"].removeprefix("deephoyer run ")).read()
     assert last.start and last.pretrain is None
 

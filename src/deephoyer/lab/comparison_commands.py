@@ -84,7 +84,7 @@ def compare(
             whole.run_again(unpublished)
         out.print(f"wrote {comparison_results.write(whole)}")
         _draw(comparison.name)
-        _write_page()
+        _write_page(comparison.source)
 
 
 def _unpublished(comparison: Comparison) -> list[Job]:
@@ -164,10 +164,16 @@ def _draw(name: str) -> None:
         save(losses_near_best(title, losses), DOCS / "figures", f"strengths-{name}")
 
 
-def _write_page() -> None:
+def _write_page(source: str | None = None) -> None:
+    """The page of all comparisons of the package; or that of the user's own, by its file."""
     from deephoyer.files import folder_at, write_atomically
+    from deephoyer.lab.comparison_protocol import names
     from deephoyer.lab.report import methods_page
 
-    path = folder_at(DOCS) / "methods.md"
-    write_atomically(path, methods_page.page(figures=DOCS / "figures").encode())
+    if source is None or Path(source).stem in names():
+        path, text = DOCS / "methods.md", methods_page.page(figures=DOCS / "figures")
+    else:
+        path, text = DOCS / f"methods-{Path(source).stem}.md", methods_page.page_of_own(source)
+    folder_at(DOCS)
+    write_atomically(path, text.encode())
     out.print(f"wrote {path}")

@@ -45,10 +45,16 @@ def page(folder: Path = RESULTS, figures: Path | None = None) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
+def page_of_own(source: str, folder: Path = RESULTS) -> str:
+    """The page of a comparison that is a file of the user's."""
+    parts = _comparison(source, folder, None, read_all(folder.parent))
+    return "\n\n".join(part for part in parts if part).removeprefix("#") + "\n"
+
+
 def _comparison(name: str, folder: Path, figures: Path | None, records: Sequence[Record]) -> list[str]:
-    """The paragraphs on one comparison."""
+    """The paragraphs on one comparison: one of ours by its name, or a file."""
     protocol = comparison_protocol.read(name)
-    results = read(name, protocol, folder)
+    results = read(Path(name).stem, protocol, folder)
     title = f"## {protocol.about}"
     if results is None or not results.content["outcomes"]:
         return [title, _planned(name, protocol)]
