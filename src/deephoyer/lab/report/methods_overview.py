@@ -42,7 +42,7 @@ LINES = (
     Line("RigL", "RigL", None),
     Line("gradual magnitude", "gradual magnitude", None),
     Line("one cut by Taylor scores", "Taylor, one cut", "Taylor, one cut"),
-    Line("one cut by magnitude", "magnitude, one cut", "l1 norm, one cut"),
+    Line("one cut by magnitude (groups: l1 norms)", "magnitude, one cut", "l1 norm, one cut"),
     Line("at random", "random", "random"),
 )
 
