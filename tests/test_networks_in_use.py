@@ -2,6 +2,7 @@
 
 import functools
 import threading
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -221,6 +222,24 @@ def test_a_network_that_keeps_what_it_computed_last_is_compacted():
     net, x = Net(forward, **linears(a=(6, 8), b=(8, 2))), numbers(3, 6)
     net(x)  # with gradients, which copy.deepcopy refuses
     assert half_of(net, x).a.out_features < 8
+
+
+@dataclass
+class Layered:
+    """A configuration that does not say what differs from layer to layer, as some of Hugging Face's."""
+
+    width: int = 8
+
+    def __getattribute__(self, name):
+        if name == "width":
+            raise ValueError("width may vary across layers")
+        return super().__getattribute__(name)
+
+
+def test_a_network_is_compacted_whose_configuration_refuses_to_say_something():
+    net, x = Net(lambda net, x: net.b(F.relu(net.a(x))), **linears(a=(4, 8), b=(8, 2))), numbers(3, 4)
+    net.config = Layered()
+    assert half_of(net, x).a.out_features == 4
 
 
 def test_examples_may_lie_in_a_dict_that_is_one_argument():

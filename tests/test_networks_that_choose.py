@@ -49,6 +49,18 @@ def test_a_detector_that_keeps_the_other_of_two_equal_boxes_is_compacted():
     assert dh.summary(small, (images,), latency=False).total.macs_executed == 8 * 9 * 8 * 4
 
 
+@pytest.mark.parametrize("part", [slice(None), slice(0, 1)])
+def test_a_network_that_decides_by_a_sum_that_it_adds_up_in_place_keeps_what_its_other_way_reads(part):
+    def forward(net, x):
+        h, total = F.relu(net.a(x)), x.new_zeros(2, dtype=x.dtype)
+        total[part] += x.sum()
+        return net.b(h) if total.max() < 1000 else net.c(h)
+
+    net, x = Net(forward, **linears(a=(4, 8), b=(8, 2), c=(8, 2))), numbers(3, 4).abs()
+    with pytest.raises(dh.UserError, match="decides by the values of a tensor"):
+        half_of(net, x)
+
+
 def test_of_a_detector_that_finds_nothing_in_the_examples_what_its_layers_give_is_compared():
     def forward(net, x):
         boxes, scores = net.boxes(h := F.relu(net.a(x))), net.scores(h)[..., 0].sigmoid()

@@ -284,6 +284,80 @@ def test_parts_of_a_split_that_an_attribute_names_alike_may_be_left_with_differe
     assert torch.equal(dh.load(tmp_path / "small.safetensors", model=Parts().double())(x), small(x))
 
 
+class Gates(nn.Module):
+    """Layers whose channels are taken apart by one width, as in WaveNet."""
+
+    def __init__(self):
+        super().__init__()
+        self.width, self.i, self.o = 12, nn.Linear(5, 12), nn.Linear(12, 2)
+        self.gates = nn.ModuleList(nn.Linear(12, 24) for _ in range(3))
+        self.parts = nn.ModuleList(nn.Linear(12, 24) for _ in range(3))
+
+    def forward(self, x):
+        x, skips = self.i(x), 0
+        for gate, part in zip(self.gates, self.parts, strict=True):
+            h = gate(x)
+            h = part(torch.tanh(h[..., : self.width]) * torch.sigmoid(h[..., self.width :]))
+            x, skips = x + h[..., : self.width], skips + h[..., self.width :]
+        return self.o(skips)
+
+
+def test_slices_by_one_width_in_many_layers_may_be_left_with_different_sizes(tmp_path):
+    net, x = Gates().double(), numbers(3, 5)
+    for part, unread in zip(net.parts, (5, 0, 2), strict=True):
+        part.weight.data[:, :unread] = 0
+    net.o.weight.data[:, 3:7] = 0
+    small = dh.compact(net, x)
+    assert [part.weight.shape[1] for part in small.parts] == [7, 12, 10] and small.o.in_features == 8
+    dh.save(small, tmp_path / "small.safetensors")
+    again = dh.load(tmp_path / "small.safetensors", model=Gates().double())
+    for others in (x, numbers(2, 7, 5)):
+        assert largest_gap(net(others), small(others)) < 1e-12 and torch.equal(again(others), small(others))
+
+
+class Ends(nn.Module):
+    """Reads the last place forwards and the first backwards."""
+
+    def __init__(self):
+        super().__init__()
+        self.width = 8
+        self.r = nn.LSTM(5, 8, bidirectional=True, batch_first=True)
+        self.o = nn.Linear(16, 3)
+
+    def forward(self, x):
+        y, _ = self.r(x)
+        return self.o(torch.cat([y[:, -1, : self.width], y[:, 0, self.width :]], -1))
+
+
+class Modulated(nn.Module):
+    """Scales and shifts of each layer come from one vector (FiLM)."""
+
+    def __init__(self):
+        super().__init__()
+        self.width, self.count = 8, 2
+        self.i, self.o, self.film = nn.Linear(5, 8), nn.Linear(8, 3), nn.Linear(5, 2 * 2 * 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x):
+        film, h = self.film(x.mean(1)).view(-1, self.count, 2 * self.width), self.i(x)
+        for i, layer in enumerate(self.layers):
+            scale, shift = film[:, i, : self.width], film[:, i, self.width :]
+            h = h + torch.relu(layer(h) * scale[:, None] + shift[:, None])
+        return self.o(h)
+
+
+@pytest.mark.parametrize("kind", [Ends, Modulated])
+def test_slices_of_channels_beside_single_places_follow_them(kind, tmp_path):
+    torch.manual_seed(0)
+    net, x = kind().double(), numbers(3, 4, 5)
+    small = half_of(net, x)
+    assert sum(p.numel() for p in small.parameters()) < 0.55 * sum(p.numel() for p in net.parameters())
+    dh.save(small, tmp_path / "small.safetensors")
+    again = dh.load(tmp_path / "small.safetensors", model=kind().double())
+    for others in (x, numbers(2, 7, 5)):
+        assert largest_gap(net(others), small(others)) < 1e-12 and torch.equal(again(others), small(others))
+
+
 @pytest.mark.parametrize("heads", [2, 8])
 def test_torchs_attention_may_read_fewer_channels_than_its_width(heads, tmp_path):
     def made():

@@ -66,19 +66,19 @@ def asked_sizes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> lis
 
 
 def slices_of(x: Tensor, index: Any) -> list[tuple[int, int, int]]:
-    """The dimension, the start and the end of each slice in an index that is made of nothing else.
+    """The dimension, the start and the end of each slice in an index that has nothing else but single places.
 
     >>> slices_of(torch.zeros(2, 3, 8), (..., slice(2, -1)))
     [(2, 2, 7)]
+    >>> slices_of(torch.zeros(2, 3, 8), (slice(None), 1, slice(4)))
+    [(2, 0, 4)]
     """
     index = index if isinstance(index, tuple) else (index,)
-    if not all(i is Ellipsis or (isinstance(i, slice) and i.step in (None, 1)) for i in index):
+    if not all(i is Ellipsis or _is_place(i) or (isinstance(i, slice) and i.step in (None, 1)) for i in index):
         return []
-    found, here = [], sum(i is Ellipsis for i in index)
-    before = index.index(Ellipsis) if here else len(index)
-    for place, i in enumerate(index):
-        if i is not Ellipsis and (i.start is not None or i.stop is not None):
-            dim = place if place < before else x.dim() - len(index) + place
+    found = []
+    for dim, i in _by_dimension(x, index):
+        if isinstance(i, slice) and (i.start is not None or i.stop is not None):
             size = x.shape[dim]
             if any(isinstance(n, torch.SymInt) for n in (size, i.start, i.stop)):
                 start, stop = i.start or 0, size if i.stop is None else i.stop  # which no record is about
@@ -88,6 +88,18 @@ def slices_of(x: Tensor, index: Any) -> list[tuple[int, int, int]]:
                 stop = i.stop if isinstance(i.stop, int) and 0 <= i.stop <= size else _bound(i.stop, size, size)
             found.append((dim, start, stop))
     return found
+
+
+def _by_dimension(x: Tensor, index: tuple[Any, ...]) -> list[tuple[int, Any]]:
+    """What an index has for each dimension that it names."""
+    here = sum(i is Ellipsis for i in index)
+    before = index.index(Ellipsis) if here else len(index)
+    behind = x.dim() - len(index)
+    return [(place if place < before else behind + place, i) for place, i in enumerate(index) if i is not Ellipsis]
+
+
+def _is_place(index: Any) -> bool:
+    return isinstance(index, int) and not isinstance(index, bool)
 
 
 def _bound(given: Any, size: int, default: int) -> int:
@@ -108,7 +120,7 @@ def written_bounds(x: Tensor, index: Any) -> list[int | None]:
     >>> written_bounds(torch.zeros(2, 8), (slice(None, 1), slice(-4, 99)))
     [None, 1, -4, 99]
     """
-    cuts = [i for i in (index if isinstance(index, tuple) else (index,)) if i is not Ellipsis]
+    cuts = [i for i in (index if isinstance(index, tuple) else (index,)) if isinstance(i, slice)]
     bounds = [n for i in cuts if i.start is not None or i.stop is not None for n in (i.start, i.stop)]
     return [int(n) if isinstance(n, (int, Tensor)) else None for n in bounds]
 
@@ -123,7 +135,9 @@ def with_sizes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: 
     if func in VIEWS:
         return args[0].reshape(sizes)
     if func in SLICES:
-        index = [slice(None)] * args[0].dim()  # in one call again: those around this one count it
+        index: list[Any] = [slice(None)] * args[0].dim()  # in one call again: those around this one count it
+        for dim, given in _by_dimension(args[0], args[1] if isinstance(args[1], tuple) else (args[1],)):
+            index[dim] = given if _is_place(given) else slice(None)
         for i, (dim, _, _) in enumerate(slices_of(*args)):
             index[dim] = slice(sizes[2 * i], sizes[2 * i + 1])
         return args[0][tuple(index)]

@@ -12,6 +12,7 @@ import bisect
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from deephoyer.structure.channels import Blocks, Joined, Place
 
@@ -39,6 +40,7 @@ class Labels:
         # By identity; the tensors are held too, or another could get a dead one's id.
         self._of: dict[int, tuple[Tensor, list[Tensor]]] = {}
         self._constants: dict[int, Tensor] = {}
+        self._written: set[int] = set()
         self._own: dict[int, tuple[str, Tensor]] = {}
         self._views: dict[int, Tensor] = {}
         self._discrete: dict[int, Tensor] = {}
@@ -108,7 +110,12 @@ class Labels:
         self._constants[id(tensor)] = tensor
 
     def is_constant(self, tensor: Tensor) -> bool:
-        return id(tensor) in self._constants
+        return id(tensor) in self._constants and not (self._written and _memory(tensor) in self._written)
+
+    def set_computed(self, tensor: Tensor) -> None:
+        """Made of what the network was given: where that was written into a constant, its views are none any more."""
+        if id(tensor) in self._constants:
+            self._written.add(_memory(tensor))
 
     def set_discrete(self, tensor: Tensor) -> None:
         """Made of nothing but whole numbers and masks that the network was given: what a tokenizer gives."""
@@ -240,6 +247,11 @@ class Labels:
         if reason is not None:
             self.joined.fix(nodes, reason)
         return nodes.view([-1 if d == dim % tensor.dim() else 1 for d in range(tensor.dim())])
+
+
+def _memory(tensor: Tensor) -> int:
+    """The same for a tensor and its views; a tensor that wraps others has none."""
+    return 0 if is_traceable_wrapper_subclass(tensor) else tensor.untyped_storage().data_ptr()
 
 
 def squeezed(axis: Tensor) -> Tensor:

@@ -330,9 +330,12 @@ class Follower(TorchDispatchMode):
         if all(n.is_constant(t) for t in op.given) and "rand" not in op.name and op.name != "empty":
             for tensor in op.outs:
                 n.set_constant(tensor)
-        elif op.given and all(n.is_constant(t) or n.is_discrete(t) for t in op.given):
+        else:
+            discrete = bool(op.given) and all(n.is_constant(t) or n.is_discrete(t) for t in op.given)
             for tensor in op.outs:
-                n.set_discrete(tensor)
+                n.set_computed(tensor)
+                if discrete:
+                    n.set_discrete(tensor)
         if op.name in ("convolution", "deform_conv2d"):
             n.of(op.args[1], dims=2)  # the places of a kernel are no channels
         if op.outs and not any(t.numel() for t in op.outs) and not all(t.numel() for t in op.given):

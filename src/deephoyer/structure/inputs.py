@@ -24,7 +24,9 @@ def tensors_in(tree: Any) -> list[Tensor]:
         if isinstance(leaf, Tensor):
             found.append(leaf)
         elif hasattr(leaf, "__dataclass_fields__"):
-            found += tensors_in([getattr(leaf, name) for name in leaf.__dataclass_fields__])
+            # Not by `getattr`: a configuration of Hugging Face may refuse what differs from layer to layer.
+            own = vars(leaf) if hasattr(leaf, "__dict__") else {n: getattr(leaf, n, None) for n in leaf.__slots__}
+            found += tensors_in([own.get(name) for name in leaf.__dataclass_fields__])
     return found
 
 

@@ -122,6 +122,10 @@ class SizedCall:
         """The sizes without the dead channels."""
         return [_left(size, lying, dead) for size, lying in zip(self.sizes, self.channels, strict=True)]
 
+    def leaves_open(self, position: int) -> bool:
+        """Whether it is the end of a slice that has none, which follows by itself."""
+        return bool(self.cuts) and self.cuts[position][0] is None
+
     def numbered(self, number: Callable[[Tensor], Tensor]) -> SizedCall:
         """The same with other numbers for the channels."""
         channels = [[number(nodes) for nodes in lying] for lying in self.channels]
@@ -150,6 +154,10 @@ def _left(size: int, lying: list[Tensor], dead: Tensor) -> int:
 
 Asked = dict[tuple[Call, int], int | None]
 """What a smaller network's code asks for at calls, at one place of each."""
+
+
+Told = tuple[str, tuple[int | str, ...]]
+"""A module, and what tells one of the sizes that its code asks for from others."""
 
 
 @dataclass(frozen=True)
@@ -228,11 +236,12 @@ def apply_sizes(
     An attribute that names several sizes (two parts of a split) stays if others are left of each: all calls of the
     modules that ask for it are then told theirs.
     """
+    told: set[Told] = set()
     named = _named(calls, {rule.attribute for rule in rules if rule.attribute is not None})
     uneven = {attribute for attribute, its in named.items() if len({calls[c].expected(dead)[i] for c, i in its}) > 1}
     for rule in sorted(rules, key=lambda r: (r.call, r.position)):
         if rule.attribute is None:
-            _tell(model, rule.call, rule.position, calls, dead, (asks or {}).get((rule.call, rule.position)))
+            told |= _tell(model, rule.call, rule.position, calls, dead, (asks or {}).get((rule.call, rule.position)))
         elif rule.attribute not in uneven:
             _set(model, rule.attribute, calls[rule.call].expected(dead)[rule.position])
     for attribute in sorted(uneven):
@@ -242,8 +251,20 @@ def apply_sizes(
         for call, known in calls.items():
             if call[0] in askers and known.kind != "check":
                 for i, (before, left) in enumerate(zip(known.sizes, known.expected(dead), strict=True)):
-                    if before != left:
-                        _tell(model, call, i, calls, dead)
+                    if before != left and not known.leaves_open(i):
+                        told |= _tell(model, call, i, calls, dead)
+    _tell_apart(model, calls, dead, told)
+
+
+def _tell_apart(model: nn.Module, calls: dict[Call, SizedCall], dead: Tensor, told: set[Told]) -> None:
+    """Parts that are as long as before, but would be taken for others that are not, get their own length."""
+    modules = {module for module, _ in told}
+    for call, known in calls.items():
+        if call[0] in modules and known.cuts:
+            for i, (before, left) in enumerate(zip(known.sizes, known.expected(dead), strict=True)):
+                record = known.record(i, dead)
+                if before == left and (call[0], record) in told and not known.leaves_open(i):
+                    narrowed(model.get_submodule(call[0]), _place(call, record), left)
 
 
 def _named(
@@ -262,6 +283,10 @@ def _set(model: nn.Module, attribute: tuple[str, str], value: int) -> None:
     set_size(model.get_submodule(attribute[0]), attribute[1], value)
 
 
+def _place(call: Call, record: tuple[int | str, ...]) -> str:
+    return ":".join(map(str, (call[1], *record)))
+
+
 def _tell(
     model: nn.Module,
     call: Call,
@@ -269,9 +294,11 @@ def _tell(
     calls: dict[Call, SizedCall],
     dead: Tensor,
     asked: int | None = None,
-) -> None:
+) -> set[Told]:
     known = calls[call]
     left = known.expected(dead)
-    if left != known.sizes or asked is not None:
-        place = (call[1], *known.record(position, dead, asked))
-        narrowed(model.get_submodule(call[0]), ":".join(map(str, place)), left[position])
+    if left == known.sizes and asked is None:
+        return set()
+    record = known.record(position, dead, asked)
+    narrowed(model.get_submodule(call[0]), _place(call, record), left[position])
+    return {(call[0], record)}
