@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from deephoyer.errors import UserError, true_or_false
 from deephoyer.groups import Grouping, Slices, SliceUnit, Unit
@@ -29,6 +29,7 @@ from deephoyer.structure.inputs import one_sample, tensors_in
 from deephoyer.structure.layers import CONV, LINEAR, filled, kind_of
 from deephoyer.structure.remove import alive_outputs, homes_of, remove, replace_tensor, spare_last, tensor_of, zero
 from deephoyer.structure.sizes import Setting, apply_sizes, learn_sizes
+from deephoyer.structure.widened import HALF, Widened
 from deephoyer.weights import CONVOLUTIONS, TRANSPOSED, Weight, all_weights, plain_name, with_values
 
 
@@ -297,20 +298,30 @@ def _try(model: nn.Module, graph: ChannelGraph, sets: Trial, inputs: Examples, l
         return
 
     def zeroed() -> nn.Module:
-        big = clean_copy(model)
+        with _disable_current_modes():
+            big = clean_copy(model)
         zero(big, graph, dead)
         return big
 
     small = zeroed()
     inside: Outputs | None = [] if learn and graph.exact else None
+    computing, rounding = nullcontext, graph.rounding
     with OnItsOwn(model) if learn else nullcontext():
-        drawn, before = drawn_answers(small, inputs, 1, inside)
+        if rounding in HALF:
+            with suppress(Exception), Widened():  # some code asks for the very type of its weights
+                drawn, before = drawn_answers(small, inputs, 1, inside)
+                computing, rounding = Widened, torch.float32
+                for name in graph.norms:  # whose scales change when some of their width goes, and would be rounded
+                    small.get_submodule(name).float()
+        if computing is nullcontext:
+            drawn, before = drawn_answers(small, inputs, 1, inside)
     if all_nan(before):
         raise UserError("the model gives nothing but NaN, so there is nothing to compare.")
     learn |= any(rule.attribute is None for rule in graph.sizes)  # which code may compute from what was taken out
     take_out(small, graph, dead, learn)  # from the same copy: a large network is there twice, not three times
     alive = alive_outputs(model, graph, dead, dead)
-    compare(before, small, drawn, zeroed, alive, graph.exact, graph.rounding, inside)
+    with computing():
+        compare(before, small, drawn, zeroed, alive, graph.exact, rounding, inside)
 
 
 def take_out(model: nn.Module, graph: ChannelGraph, dead: Tensor, learn: bool = True) -> None:
