@@ -413,3 +413,23 @@ def test_a_network_that_runs_in_half_precision_only_is_proven_in_that():
     net = AsksForItsType().bfloat16().eval()
     groups = Coupled(net, torch.randn(4, 8, dtype=torch.bfloat16))
     assert [one.name for one in groups.sets if one.reason is None] == ["a"]
+
+
+class ByItsSetting(nn.Module):
+    """Names its width, and has a norm whose scale changes with that."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.width, self.table, self.norm = 16, nn.Embedding(9, 16), nn.RMSNorm(16)
+        self.a, self.b = nn.Linear(16, 12), nn.Linear(12, 4)
+
+    def forward(self, tokens):
+        return self.b(self.a(self.norm(self.table(tokens)).reshape(-1, self.width)).relu())
+
+
+def test_as_much_can_be_removed_in_half_precision_as_in_full():
+    tokens = torch.arange(5)[None]
+    sets = [Coupled(ByItsSetting().to(dtype).eval(), tokens).sets for dtype in (torch.float32, torch.bfloat16)]
+    names = [[one.name for one in its if one.reason is None] for its in sets]
+    assert names[0] == names[1] == ["table", "a"]
