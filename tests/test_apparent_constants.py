@@ -134,3 +134,23 @@ def test_what_only_much_shorter_or_longer_inputs_change_is_no_constant():
     for tokens in (1, 2, 9):
         others = numbers(2, tokens, 5)
         assert largest_gap(net(others), small(others)) < 1e-12
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 6).double(), nn.Linear(6, 2).double()
+
+    def forward(self, x, gate=None, times=1.0):
+        h = self.a(x) * times
+        return self.b(h if gate is None else h * gate)
+
+
+def test_the_report_says_which_arguments_what_was_folded_is_constant_without():
+    """With them it may be none, which nobody can try: what they would be is not known."""
+    net, x, gate = Gated(), numbers(5, 4), numbers(5, 1)
+    net.a.weight.data[:2] = 0
+    small = dh.compact(net, x)
+    assert small.a.out_features == 4 and "what is folded is constant without gate: " in str(compact_report(small))
+    small = dh.compact(net, (x, gate))
+    assert not compact_report(small).without and largest_gap(net(x, gate), small(x, gate)) < 1e-12

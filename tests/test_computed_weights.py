@@ -116,6 +116,29 @@ def test_a_network_whose_layers_all_have_weight_norm_is_regularized_pruned_and_c
         dh.prune(net, dh.Density(0.5))
 
 
+@pytest.mark.parametrize(
+    "norm, names",
+    [
+        (nn.utils.parametrizations.weight_norm, ("0.parametrizations.weight.original0", "*original1")),
+        (nn.utils.weight_norm, ("0.weight_g", "*weight_v")),
+    ],
+)
+def test_a_row_that_weight_norm_divides_by_its_length_is_not_pruned_to_nothing(norm, names):
+    """The weight was NaN."""
+    torch.manual_seed(0)
+    net, x = nn.Sequential(norm(nn.Linear(6, 8)), nn.ReLU(), nn.Linear(8, 2)), torch.randn(4, 6)
+    for groups, density in (("filters", 0.5), ("elements", 0.02)):
+        with pytest.raises(dh.UserError, match=f"Prune '{names[0]}' instead"):
+            dh.prune(net, dh.Density(density), groups=groups, parameters=names[1])
+    dh.prune(net, dh.Density(0.9), parameters=names[1])
+    assert net(x).isfinite().all()
+    masks = dh.prune(net, dh.Density(0.5), groups="filters", parameters=names[0])
+    assert masks.density == 0.5 and net(x).isfinite().all() and not net[0].weight.any(1).all()
+    net = nn.Sequential(norm(nn.Linear(6, 8), dim=None), nn.Linear(8, 2))
+    dh.prune(net, dh.Density(0.5), groups="filters", parameters=names[1])
+    assert net(x).isfinite().all() and not net[0].weight.any(1).all()
+
+
 def test_what_torchs_own_pruning_masks_is_removed():
     net, x = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2)).double(), numbers(4, 6)
     nn.utils.prune.ln_structured(net[0], "weight", 0.5, n=2, dim=0)

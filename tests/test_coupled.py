@@ -372,3 +372,74 @@ def test_a_network_is_run_three_times_and_a_copy_of_which_nothing_went_not_at_al
     assert small[0].weight is not net[0].weight
     Coupled(net, torch.cat([x, x]))
     assert Counted.runs == 3 + 1 + 1 + 5
+
+
+class ByItsWidth(nn.Module):
+    """Adds a little that depends on how many channels there are: less than half precision keeps."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.read, self.made, self.out = nn.Linear(8, 64), nn.Linear(64, 64), nn.Linear(64, 4)
+
+    def forward(self, x):
+        h = self.made(self.read(x).relu())
+        return self.out((h + 1e-5 * h.shape[-1]).relu())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_term_by_the_width_is_found_in_half_precision_too(dtype):
+    groups = Coupled(ByItsWidth().to(dtype).eval(), torch.randn(4, 8, dtype=dtype))
+    free = [one.name for one in groups.sets if one.reason is None]
+    assert free == ["read"]
+
+
+class AsksForItsType(nn.Module):
+    """Runs in nothing but the type of its weights, and writes into a buffer of that type."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 6), nn.Linear(6, 4)
+        self.register_buffer("memory", torch.zeros(3, 6))
+
+    def forward(self, x):
+        if x.dtype != self.a.weight.dtype:
+            raise TypeError(x.dtype)
+        self.memory[1:] = self.a(x)[:2]
+        return self.b(self.memory + self.a(x).relu()[:1])
+
+
+def test_a_network_that_runs_in_half_precision_only_is_proven_in_that():
+    net = AsksForItsType().bfloat16().eval()
+    groups = Coupled(net, torch.randn(4, 8, dtype=torch.bfloat16))
+    assert [one.name for one in groups.sets if one.reason is None] == ["a"]
+
+
+class MeanSquare(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(width)), 1e-5
+
+    def forward(self, x):
+        scale = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * (x.float() * scale).to(x.dtype)
+
+
+class ByItsSetting(nn.Module):
+    """Names its width, and has a norm whose scale changes with that."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.width, self.table, self.norm = 16, nn.Embedding(9, 16), MeanSquare(16)
+        self.a, self.b = nn.Linear(16, 12), nn.Linear(12, 4)
+
+    def forward(self, tokens):
+        return self.b(self.a(self.norm(self.table(tokens)).reshape(-1, self.width)).relu())
+
+
+def test_as_much_can_be_removed_in_half_precision_as_in_full():
+    tokens = torch.arange(5)[None]
+    sets = [Coupled(ByItsSetting().to(dtype).eval(), tokens).sets for dtype in (torch.float32, torch.bfloat16)]
+    names = [[one.name for one in its if one.reason is None] for its in sets]
+    assert names[0] == names[1] == ["table", "a"]

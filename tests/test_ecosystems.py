@@ -58,6 +58,8 @@ def hugging_face(kind, **settings):
 WIDE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 GQA = WIDE | {"num_key_value_heads": 2}
 T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+BART = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4}
+BART |= {"decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
 
 
@@ -102,10 +104,6 @@ def test_what_lost_more_in_one_layer_is_refused_by_the_plain_class_and_loaded_by
     with pytest.raises(RuntimeError, match="mismatch"):
         type(model).from_pretrained(tmp_path)
     assert torch.equal(dh.from_pretrained(tmp_path)(**ids())[0], small(**ids())[0])
-
-
-BART = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4}
-BART |= {"decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
 
 
 @pytest.mark.parametrize(
@@ -157,6 +155,65 @@ def test_a_compacted_hugging_face_model_with_joints_comes_back(tmp_path):
     assert again.model.layers[0].mlp.down_proj.place.tolist() == list(range(5, 32))
     with torch.no_grad():
         assert torch.equal(again(**ids()).logits, small(**ids()).logits)
+
+
+@pytest.mark.parametrize("shards", [{}, {"max_shard_size": "10kB"}], ids=["one file", "shards"])
+@pytest.mark.parametrize("joints", ["none", "gather"])
+def test_the_plain_class_refuses_a_folder_in_which_a_layer_is_gone_or_has_a_joint(joints, shards, tmp_path):
+    """It would draw random weights for what it finds nothing of, and only warn."""
+    model = llama()
+    with torch.no_grad():
+        if joints == "none":
+            model.model.layers[0].mlp.down_proj.weight.zero_()
+        else:
+            model.model.layers[0].mlp.up_proj.weight[:, :4] = 0
+    small = dh.compact(model, ids(), joints=joints)
+    report = small.compact_report
+    assert report.dropped if joints == "none" else report.joints
+    small.save_pretrained(tmp_path, **shards)
+    with pytest.raises(RuntimeError, match="mismatch"):
+        type(model).from_pretrained(tmp_path)
+    again = dh.load(str(_saved(small, tmp_path)), llama())
+    with torch.no_grad():
+        for loaded in (dh.from_pretrained(tmp_path), again):
+            assert torch.equal(loaded(**ids()).logits, small(**ids()).logits)
+
+
+def _saved(model, folder):
+    dh.save(model, folder / "small.st")
+    return folder / "small.st"
+
+
+@pytest.mark.parametrize(
+    "kind, settings",
+    [("LlamaForCausalLM", WIDE), ("T5ForConditionalGeneration", T5), ("BartForConditionalGeneration", BART)],
+)
+@pytest.mark.parametrize("rows", [56, 33])
+def test_a_compacted_model_comes_back_after_its_vocabulary_was_resized(kind, settings, rows, tmp_path):
+    inputs = ids() | ({} if kind.startswith("Llama") else {"decoder_input_ids": ids()["input_ids"]})
+    small = halved(hugging_face(kind, **settings), inputs)
+    small.resize_token_embeddings(rows)
+    small.save_pretrained(tmp_path)
+    again, inputs = dh.from_pretrained(tmp_path), {name: tokens.clamp(max=32) for name, tokens in inputs.items()}
+    with torch.no_grad():
+        assert again.config.vocab_size == rows and torch.equal(again(**inputs).logits, small(**inputs).logits)
+    again.save_pretrained(tmp_path / "again")
+    assert sum(p.numel() for p in dh.from_pretrained(tmp_path / "again").parameters()) == small.num_parameters()
+
+
+def test_a_part_of_a_compacted_model_comes_back_by_itself(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    small = halved(llama(), ids())
+    small.model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        assert torch.equal(dh.from_pretrained(tmp_path)(**ids())[0], small.model(**ids())[0])
+    both = ids() | {"decoder_input_ids": ids()["input_ids"]}
+    small = halved(hugging_face("T5ForConditionalGeneration", **T5), both)
+    small.encoder.save_pretrained(tmp_path)  # which has a configuration of its own
+    encoder = transformers.models.t5.modeling_t5.T5Stack
+    with torch.no_grad():
+        again = dh.from_pretrained(tmp_path, model_class=encoder)
+        assert torch.equal(again(**ids())[0], small.encoder(**ids())[0])
 
 
 def test_a_file_that_lacks_a_tensor_or_has_one_too_many_is_refused(tmp_path):

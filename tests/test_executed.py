@@ -6,6 +6,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import deephoyer as dh
+from deephoyer.counting import count
 from deephoyer.executed import executed
 from deephoyer.summary import summary
 
@@ -84,6 +85,17 @@ def test_every_step_of_a_recurrent_layer_multiplies_by_both_of_its_matrices(kind
     assert s.total.macs_executed == 7 * sum(p.numel() for p in layer.parameters() if p.dim() == 2)
     rows = {row.name: row.macs_executed for row in s.rows}
     assert rows["weight_ih_l0"] == 7 * gates * 6 * 5 and rows["weight_hh_l1_reverse"] == 7 * gates * 6 * 6
+
+
+@pytest.mark.parametrize("embedded", [False, True])
+@pytest.mark.parametrize("make", [nn.LSTM, lambda size, width, **kw: nn.TransformerEncoderLayer(size, 2, width, **kw)])
+def test_an_example_of_a_layer_that_takes_the_length_first_costs_what_it_costs_batch_first(make, embedded):
+    for length, batch in ((7, 3), (3, 7), (5, 1)):
+        net, tokens = nn.Sequential(nn.Embedding(9, 8), make(8, 6, batch_first=True)), torch.zeros(batch, length).long()
+        x = tokens if embedded else torch.randn(batch, length, 8)
+        usual = count(net if embedded else net[1], x)[1].macs_executed
+        net[1] = make(8, 6, batch_first=False)
+        assert count(net if embedded else net[1], x.transpose(0, 1))[1].macs_executed == usual
 
 
 def test_attention_has_a_row_of_its_own_and_the_projection_of_queries_keys_and_values_another():

@@ -59,6 +59,17 @@ def test_a_folder_in_the_way_is_a_clear_error(tmp_path):
     assert os.listdir(tmp_path) == ["a.bin"]
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_a_link_stays_one_and_what_it_points_to_is_written(there, tmp_path):
+    (tmp_path / "real").mkdir()
+    target, link = tmp_path / "real" / "file", tmp_path / "link"
+    if there:
+        target.write_bytes(b"old")
+    link.symlink_to("real/file")
+    write_atomically(link, b"new")
+    assert link.is_symlink() and target.read_bytes() == b"new" and [p.name for p in target.parent.iterdir()] == ["file"]
+
+
 def test_others_may_read_the_result_as_the_umask_says(tmp_path):
     old = os.umask(0o022)
     try:

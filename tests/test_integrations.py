@@ -236,8 +236,10 @@ def test_lightning_is_told_what_is_missing(tmp_path):
             lightning_fit(tmp_path, callback, max_epochs=2)
     with pytest.raises(dh.UserError, match="give the trainer max_epochs or max_steps"):
         lightning_fit(tmp_path, PlanCallback(TARGET, X), max_epochs=-1)
-    from lightning.pytorch.callbacks import WeightAveraging
+    from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 
+    with pytest.raises(dh.UserError, match="StochasticWeightAveraging validates and keeps averages of weights"):
+        lightning_fit(tmp_path, PlanCallback(TARGET, X), others=[StochasticWeightAveraging(1e-2)], max_epochs=2)
     with pytest.raises(dh.UserError, match="Average validates and keeps averages of weights"):
         lightning_fit(
             tmp_path, PlanCallback(TARGET, X), others=[type("Average", (WeightAveraging,), {})()], max_epochs=2

@@ -289,6 +289,44 @@ def test_lbfgs_goes_on_learning_with_pruned_weights_held(search):
     assert not pruned_are_zero(model, masks)
 
 
+def test_lbfgs_forgets_what_it_learnt_along_weights_that_are_pruned_now():
+    """It stepped for a while as the history of the whole network said."""
+    torch.manual_seed(0)
+    x, y = torch.randn(40, 6), torch.randint(0, 3, (40,))
+
+    def learn(model, opt, steps):
+        def closure():
+            opt.zero_grad()
+            loss = cross_entropy(model(x), y)
+            loss.backward()
+            return loss
+
+        for _ in range(steps):
+            opt.step(closure)
+
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+    opt = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=5)
+    learn(model, opt, 3)
+    masks = dh.prune(model, dh.Density(0.5))
+    other = copy.deepcopy(model)
+    fresh = torch.optim.LBFGS(other.parameters(), lr=0.1, max_iter=5)
+    masks.hold(opt), masks.hold(fresh, other)
+    learn(model, opt, 2), learn(other, fresh, 2)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    masks.hold(opt)
+    assert opt.state[next(model.parameters())]["n_iter"] == 10, "what it learnt without them is still right"
+
+
+def test_state_along_axes_of_an_optimizers_own_is_left_to_it():
+    """SOAP's second moments are of rotated gradients: zeros in them made its next steps enormous."""
+    model = nn.Linear(4, 4)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    opt.state[model.weight] = {"Q": [torch.eye(4), torch.eye(4)], "exp_avg_sq": torch.ones(4, 4)}
+    masks = dh.prune(model, dh.Density(0.5))
+    masks.hold(opt)
+    assert opt.state[model.weight]["exp_avg_sq"].all() and pruned_are_zero(model, masks)
+
+
 def test_a_preconditioner_of_a_square_weight_is_no_state_to_be_held():
     model = nn.Linear(4, 4)
     opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -131,6 +131,10 @@ def upsampled(net, x):
     return net.d(F.relu(net.t(F.relu(net.c(x)))))
 
 
+def pairs(net, x):
+    return net.o(F.relu(net.w(F.relu(net.a(x)), F.relu(net.b(x)))))
+
+
 @pytest.mark.parametrize(
     "forward, layers, shape, left",
     [
@@ -147,8 +151,20 @@ def upsampled(net, x):
             (2, 3, 5, 5),
             {"c": 8, "t": 8},
         ),
+        (
+            upsampled,
+            {"c": nn.Conv2d(3, 16, 1), "t": nn.ConvTranspose2d(16, 24, 3, 2, groups=2), "d": nn.Conv2d(24, 2, 1)},
+            (2, 3, 5, 5),
+            {"c": 8, "t": 8, "d": 2},
+        ),
+        (
+            pairs,
+            {"a": nn.Linear(5, 8), "b": nn.Linear(5, 12), "w": nn.Bilinear(8, 12, 10), "o": nn.Linear(10, 3)},
+            (4, 7, 5),
+            {"a": 4, "b": 6, "w": 5},
+        ),
     ],
-    ids=["glu", "windows", "transposed in groups"],
+    ids=["glu", "windows", "transposed in groups", "transposed in few groups", "bilinear"],
 )
 def test_half_of_the_channels_go_through(forward, layers, shape, left, tmp_path):
     net, x = Net(forward, **copy.deepcopy(layers)).double(), numbers(*shape)

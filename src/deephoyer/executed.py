@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deephoyer.inference import Examples, at_rest, batch_of, plain_attention, try_call
+from deephoyer.inference import Examples, arguments, at_rest, batch_of, plain_attention, try_call
 from deephoyer.weights import named_modules, unwrap
 
 aten = torch.ops.aten
@@ -37,8 +38,9 @@ def executed(
     """
     model, batch = unwrap(model), batch_of(examples)
     counting = _Counting(weights)
-    with counting, _open(model, counting), at_rest(model):
+    with counting, _open(model, counting), at_rest(model), _second_is_batch(model, examples) as second:
         try_call(model, examples)
+    batch = second[0] if second else batch
     used, other = counting.used, counting.other
     return {name: n // batch for name, n in used.items()}, {name: n // batch for name, n in other.items()}
 
@@ -55,6 +57,26 @@ def _open(model: nn.Module, counting: _Counting) -> Iterator[None]:
     try:
         with plain_attention:
             yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def _second_is_batch(model: nn.Module, examples: Examples) -> Iterator[list[int]]:
+    """The number of examples, where torch's layers for sequences say that it is the second size and the length the
+    first (`batch_first=False`): they are given as many of both as the network is."""
+    given = [t for t in pytree.tree_leaves(arguments(examples)) if isinstance(t, Tensor) and t.dim() > 1]
+    found: list[int] = []
+
+    def look(module: Any, args: Any) -> None:
+        if args and isinstance(args[0], Tensor) and args[0].dim() == 3 and args[0].shape[:2] == given[0].shape[:2]:
+            found.append(int(args[0].shape[1]))
+
+    of_sequences = [m for _, m in named_modules(model) if given and getattr(m, "batch_first", True) is False]
+    hooks = [module.register_forward_pre_hook(look) for module in of_sequences]
+    try:
+        yield found
     finally:
         for hook in hooks:
             hook.remove()

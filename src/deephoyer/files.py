@@ -66,9 +66,9 @@ def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
     """Writes `content` to a temporary file beside `path`, syncs it, and renames it into place.
 
     A disk that is full or read-only, or a folder that does not exist, is a `UserError` naming the path;
-    what was at `path` before is then still there and no temporary file is left.
+    what was at `path` before is then still there and no temporary file is left. A link stays one, to the new file.
     """
-    target = path_of(path)
+    target = path_of(os.path.realpath(path_of(path)))
     try:
         temporary = _write_beside(target, content)
         try:

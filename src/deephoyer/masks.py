@@ -21,7 +21,7 @@ from deephoyer.optimizers import Replaced, bare, closure_of, held_by, nested, wi
 from deephoyer.rules import Rule, Scores
 from deephoyer.scores import Calibration, Loss, Score, scores_of
 from deephoyer.sharded import is_sharded, local, reshard, same_cut, share_of, whole
-from deephoyer.weights import all_computed, find_weights, left_out, named_parameters, told
+from deephoyer.weights import all_computed, directions, find_weights, left_out, named_parameters, told
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,8 @@ class Masks(Mapping[str, Tensor]):
 
         Momentum, Adam's moments and weight decay can't bring a weight back; a checkpoint saved
         between steps has the zeros in it. With several optimizers call it for each; one that has no masked
-        parameter of the model has nothing to hold. State that an optimizer keeps in a few bits is left as it is.
+        parameter of the model has nothing to hold. State that an optimizer keeps in a few bits, or along axes of its
+        own (SOAP, Shampoo), is left as it is; LBFGS forgets the steps in which it moved what is pruned now.
         `hold(...).release()` ends it.
         """
         whole_model, drops = self._of(model), self._drops(model)
@@ -176,6 +177,8 @@ class Hold:
         self.handles = [one.register_step_post_hook(lambda *_: self.zero_()) for one in self._nested]
         searching = [one for one in self._nested if isinstance(one, torch.optim.LBFGS)]
         self.handles += [one.register_step_pre_hook(self._search_without) for one in searching]
+        for one in searching:
+            self._forget(one)
         self.zero_()
 
     def _take(self) -> None:
@@ -198,7 +201,10 @@ class Hold:
                 self._drops[i] = (tensor, drop)
             pairs.append((local(tensor), drop))
             for one in self._nested:
-                for key, value in one.state.get(tensor, {}).items():
+                state = one.state.get(tensor, {})
+                if any(_along_other_axes(value, tensor) for value in state.values()):
+                    continue
+                for key, value in state.items():
                     # Adam's step count may have a parameter's shape, and Shampoo's preconditioner that of a square one.
                     if key == "step" or "precond" in str(key):
                         continue
@@ -221,6 +227,16 @@ class Hold:
 
         return with_closure(args, kwargs, masked)
 
+    def _forget(self, optimizer: torch.optim.Optimizer) -> None:
+        """LBFGS that has moved what is pruned now begins anew: its history speaks of curvature along those weights."""
+        drops = {id(tensor): local(drop) for tensor, drop in self._drops}
+        for state in optimizer.state.values():
+            held = [p for group in optimizer.param_groups for p in group["params"]]
+            flat = torch.cat([drops.get(id(p), torch.zeros_like(p, dtype=torch.bool)).reshape(-1) for p in held])
+            moves = [state.get("d"), *(state.get("old_stps") or [])]
+            if any(move is not None and move.shape == flat.shape and move[flat].any() for move in moves):
+                state["n_iter"] = 0
+
     def release(self) -> None:
         for handle in self.handles:
             handle.remove()
@@ -229,6 +245,16 @@ class Hold:
 def _lists(optimizer: torch.optim.Optimizer) -> list[tuple[int, int]]:
     """Its lists of parameters, as far as they can be told apart in next to no time."""
     return [(id(group["params"]), len(group["params"])) for group in optimizer.param_groups]
+
+
+def _along_other_axes(value: Any, tensor: Tensor) -> bool:
+    """Whether what an optimizer keeps for a parameter says that it works in other axes than the parameter's own.
+
+    SOAP's second moments are those of rotated gradients: no element of them belongs to one weight.
+    """
+    if isinstance(value, list | tuple):
+        return any(isinstance(part, Tensor) and part.dim() > 1 for part in value)
+    return isinstance(value, Tensor) and value.dim() > 1 and value.shape != tensor.shape
 
 
 class Empties(UserError):
@@ -312,9 +338,22 @@ def cut(
                     f"prune: {rule} would leave nothing of {name}: {why}. "
                     f"{advice} it: allow_empty=True, in a recipe prune.allow_empty=true."
                 )
+    _refuse_lost_directions(model, masks)
     made = Masks(masks, model)
     made.left_out = left_out(model, masks)
     return made.apply()
+
+
+def _refuse_lost_directions(model: nn.Module, masks: Mapping[str, Tensor]) -> None:
+    """Weight norm divides by the length of each row, which must not be zero: the row that it scales may be."""
+    for name, (lengths, dim) in directions(model).items():
+        if name in masks:
+            rows = masks[name].flatten() if dim < 0 else masks[name].movedim(dim, 0).flatten(1).T
+            if not rows.any(0).all():
+                raise UserError(
+                    f"prune: a whole row of {name} would be zero, and weight norm divides by its length. "
+                    f"Prune {lengths!r} instead (parameters=), by which the rows are scaled, or use dh.Coupled."
+                )
 
 
 def _tell_frozen(model: nn.Module, parameters: str | Iterable[str] | None) -> None:

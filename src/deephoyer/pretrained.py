@@ -18,7 +18,8 @@ from deephoyer.errors import UserError, first_line
 from deephoyer.files import path_of
 from deephoyer.inference import Examples
 from deephoyer.pretrained_config import say_sizes
-from deephoyer.structure.shape import check_joints, describe, reshape_
+from deephoyer.structure.joints import Joint
+from deephoyer.structure.shape import check_joints, describe, part_for, reshape_
 
 KEY = "deephoyer_shape"
 
@@ -27,16 +28,22 @@ def note_shape(model: nn.Module, inputs: Examples | None = None) -> None:
     """Writes the sizes of the layers into the model's configuration, where it has one that is saved with it.
 
     With example inputs, in the configuration's own words too, where those can be proven to say all: then the model's
-    own class loads it. Of a model of somebody's own, the Hugging Face models inside are told theirs.
+    own class loads it. Hugging Face models inside of it are told theirs, where they have a configuration of their own.
     """
-    config = getattr(model, "config", None)
-    if not (hasattr(model, "save_pretrained") and hasattr(config, "to_json_string")):
-        for inner in model.children():
-            note_shape(inner)
-        return
-    if inputs is not None:
+    if inputs is not None and _is_hugging_face(model):
         say_sizes(model, inputs)
-    setattr(config, KEY, describe(model))
+    noted: set[int] = set()
+    for inner in [module for module in model.modules() if _is_hugging_face(module)]:  # outer ones come first
+        for module in inner.modules():
+            if isinstance(module, Joint):
+                module.bear_name(next(inner.parameters()))
+        if id(config := inner.config) not in noted:
+            noted.add(id(config))
+            setattr(config, KEY, describe(inner))
+
+
+def _is_hugging_face(model: Any) -> bool:
+    return hasattr(model, "save_pretrained") and hasattr(getattr(model, "config", None), "to_json_string")
 
 
 def from_pretrained(folder: str | Path, model_class: Any = None) -> nn.Module:
@@ -58,7 +65,14 @@ def from_pretrained(folder: str | Path, model_class: Any = None) -> nn.Module:
 
         def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
             super().__init__(config, *args, **kwargs)
-            reshape_(self, shape or {})
+            part = part_for(self, shape or {})
+            now, then = _vocabulary(self, part)
+            if now != then:  # it was resized after it was compacted, and is again
+                config.get_text_config().vocab_size = then
+                super().__init__(config, *args, **kwargs)
+            reshape_(self, part)
+            if now != then:
+                self.resize_token_embeddings(now, mean_resizing=False)
 
     Shaped.__name__, Shaped.__module__ = model_class.__name__, model_class.__module__  # its library knows it by these
     try:
@@ -72,9 +86,20 @@ def from_pretrained(folder: str | Path, model_class: Any = None) -> nn.Module:
     for what, names in (("lack", found["missing_keys"]), ("have besides the model's", found["unexpected_keys"])):
         if names:
             raise UserError(f"{folder}: its files {what} {sorted(names)[0]!r}.")
-    note_shape(model)
     loaded: nn.Module = model.eval()
     return loaded
+
+
+def _vocabulary(model: Any, shape: Any) -> tuple[int, int]:
+    """How many rows the output layer of a fresh model has, and how many it has in the shape."""
+    head = model.get_output_embeddings()
+    name = next((name for name, module in model.named_modules() if module is head), None)
+    if name is None:
+        return 0, 0
+    modules = shape.get("modules") if isinstance(shape, dict) else None
+    entry = modules.get(name) if isinstance(modules, dict) else None
+    said = entry.get("out") if isinstance(entry, dict) else None
+    return len(head.weight), said if isinstance(said, int) and 0 < said < 2**31 else len(head.weight)
 
 
 def _config(folder: Path) -> dict[str, Any]:

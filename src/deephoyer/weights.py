@@ -15,6 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrizations import _WeightNorm
+from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.weight_norm import WeightNorm
 from torch.optim.swa_utils import AveragedModel
 
 from deephoyer.errors import UserError, shown
@@ -113,6 +116,23 @@ def all_computed(model: nn.Module) -> bool:
     (False, True)
     """
     return bool(_computed(model)) and not _default(model)
+
+
+def directions(model: nn.Module) -> dict[str, tuple[str, int]]:
+    """What weight norm divides by its length: by name, which parameter has the lengths and along which dimension.
+
+    >>> directions(nn.utils.parametrizations.weight_norm(nn.Linear(2, 3)))
+    {'parametrizations.weight.original1': ('parametrizations.weight.original0', 0)}
+    """
+    found: dict[str, tuple[str, int]] = {}
+    for name, module in named_modules(model):
+        prefix = f"{name}." if name else ""
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, WeightNorm):
+                found[f"{prefix}{hook.name}_v"] = (f"{prefix}{hook.name}_g", hook.dim)
+        if isinstance(module, ParametrizationList) and isinstance(module[0], _WeightNorm):
+            found[f"{prefix}original1"] = (f"{prefix}original0", module[0].dim)
+    return found
 
 
 def left_out(model: nn.Module, covered: Iterable[str]) -> dict[str, str]:

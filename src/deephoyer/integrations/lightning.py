@@ -75,7 +75,7 @@ class PlanCallback(Callback):
         if self.target.drop is not None and self.monitor is None:
             raise UserError("PlanCallback: a drop is of a score; say which with monitor=.")
         for callback in map(type, trainer.callbacks):
-            if "WeightAveraging" in {cls.__name__ for cls in callback.mro()}:
+            if {"WeightAveraging", "StochasticWeightAveraging"} & {cls.__name__ for cls in callback.mro()}:
                 raise UserError(
                     f"PlanCallback: {callback.__name__} validates and keeps averages of weights, in which those that "
                     "are pruned are not zero; leave it out."

@@ -8,6 +8,7 @@ compared to the original on the example inputs and on random ones each time.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from deephoyer.errors import UserError, one_of, shown, true_or_false
-from deephoyer.inference import Examples, outside_modes
+from deephoyer.inference import Examples, arguments, outside_modes
 from deephoyer.pretrained import note_shape
 from deephoyer.structure.channels import IN, OUT, ChannelGraph, Place
 from deephoyer.structure.coupled import Coupled, clean_copy, shared_copy, take_out, uncalled
@@ -52,7 +53,8 @@ class CompactReport:
 
     `error` is the largest difference of an output, relative to the scale of all: rounding, where it is `exact`.
 
-    `idle` are layers that eval mode never calls (auxiliary heads): they are left as they were, and may
+    `without` are optional arguments that the examples leave out, where constants were folded: with them those may be
+    none. `idle` are layers that eval mode never calls (auxiliary heads): they are left as they were, and may
     no longer fit what feeds them in training.
     """
 
@@ -61,6 +63,7 @@ class CompactReport:
     kept: dict[str, tuple[int, str]] = field(default_factory=dict)
     dropped: list[str] = field(default_factory=list)
     idle: list[str] = field(default_factory=list)
+    without: list[str] = field(default_factory=list)
     joints: dict[str, dict[str, tuple[int, int]]] = field(default_factory=dict)
     exact: bool = True
     parameters_before: int = 0
@@ -87,6 +90,11 @@ class CompactReport:
                 "dh.prune(model, …, groups=dh.Coupled(model, example_inputs))"
             )
         lines += [f"constants folded into {layer}: {count}" for layer, count in self.folded.items()]
+        if self.folded and self.without:
+            lines.append(
+                f"what is folded is constant without {', '.join(self.without)}: "
+                "what will be given must be among the example inputs"
+            )
         lines += [f"constants kept before {layer or 'some layers'}: {why}" for layer, (_, why) in self.kept.items()]
         lines += [f"layers removed: {', '.join(self.dropped)}"] if self.dropped else []
         lines += [f"joints around: {', '.join(self.joints)}"] if self.joints else []
@@ -188,6 +196,7 @@ def _compacted(
         zero(small, graph, dead & ~gone)
         take_out(small, graph, gone)
         report.folded, report.kept = found.folded, found.kept
+        report.without = _left_open(small, example_inputs) if found.folded else []
         _stand_still(small, _inner(graph), fold(small, example_inputs), report)
     report.sets = _sets(graph, gone)
     _add_joints(small, jointed, outputs, report)
@@ -306,6 +315,17 @@ def _with_new_biases(model: nn.Module, graph: ChannelGraph) -> ChannelGraph:
         if kind in (LINEAR, CONV) and outs is not None and module.bias is not None and id(module.bias) not in known:
             places[f"{prefix}bias", 0] = outs
     return dataclasses.replace(graph, places=places)
+
+
+def _left_open(model: nn.Module, inputs: Examples) -> list[str]:
+    """The arguments that a model takes and these calls don't give: of which None is as good as nothing."""
+    positional, named = arguments(inputs)
+    try:
+        signature = inspect.signature(model.forward)
+        given = signature.bind(*positional, **named).arguments
+    except (TypeError, ValueError):
+        return []
+    return [name for name, one in signature.parameters.items() if one.default is None and given.get(name) is None]
 
 
 def _sets(graph: ChannelGraph, gone: Tensor) -> list[SetReport]:

@@ -8,15 +8,15 @@ removed, and the outputs must not differ; a module that can't take it keeps its 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from deephoyer.errors import UserError, true_or_false
 from deephoyer.groups import Grouping, Slices, SliceUnit, Unit
@@ -29,6 +29,7 @@ from deephoyer.structure.inputs import one_sample, tensors_in
 from deephoyer.structure.layers import CONV, LINEAR, filled, kind_of
 from deephoyer.structure.remove import alive_outputs, homes_of, remove, replace_tensor, spare_last, tensor_of, zero
 from deephoyer.structure.sizes import Setting, apply_sizes, learn_sizes
+from deephoyer.structure.widened import HALF, Widened
 from deephoyer.weights import CONVOLUTIONS, TRANSPOSED, Weight, all_weights, plain_name, with_values
 
 
@@ -282,6 +283,7 @@ class OnItsOwn(TorchFunctionMode):
 LOSE = slice(None, None, 2), slice(1, None, 3), slice(1, None, 4)
 """Which channels of a set go in a trial: of neighbouring sets, two parts of a tensor, not as many of each."""
 Trial = list[tuple[ChannelSet, slice]]
+Computing = Callable[[], AbstractContextManager[Any]]
 
 
 def _try(model: nn.Module, graph: ChannelGraph, sets: Trial, inputs: Examples, learn: bool = False) -> None:
@@ -297,31 +299,51 @@ def _try(model: nn.Module, graph: ChannelGraph, sets: Trial, inputs: Examples, l
         return
 
     def zeroed() -> nn.Module:
-        big = clean_copy(model)
+        with _disable_current_modes():
+            big = clean_copy(model)
         zero(big, graph, dead)
         return big
 
     small = zeroed()
     inside: Outputs | None = [] if learn and graph.exact else None
+    computing: Computing = nullcontext
+    rounding = graph.rounding
     with OnItsOwn(model) if learn else nullcontext():
-        drawn, before = drawn_answers(small, inputs, 1, inside)
+        if rounding in HALF:
+            with suppress(Exception), Widened():  # some code asks for the very type of its weights
+                drawn, before = drawn_answers(small, inputs, 1, inside)
+                computing, rounding = Widened, torch.float32
+                for name in graph.norms:  # whose scales change when some of their width goes, and would be rounded
+                    small.get_submodule(name).float()
+        if computing is nullcontext:
+            drawn, before = drawn_answers(small, inputs, 1, inside)
     if all_nan(before):
         raise UserError("the model gives nothing but NaN, so there is nothing to compare.")
     learn |= any(rule.attribute is None for rule in graph.sizes)  # which code may compute from what was taken out
-    take_out(small, graph, dead, learn)  # from the same copy: a large network is there twice, not three times
+    take_out(
+        small, graph, dead, learn, computing
+    )  # from the same copy: a large network is there twice, not three times
     alive = alive_outputs(model, graph, dead, dead)
-    compare(before, small, drawn, zeroed, alive, graph.exact, graph.rounding, inside)
+    with computing():
+        compare(before, small, drawn, zeroed, alive, graph.exact, rounding, inside)
 
 
-def take_out(model: nn.Module, graph: ChannelGraph, dead: Tensor, learn: bool = True) -> None:
+def take_out(
+    model: nn.Module, graph: ChannelGraph, dead: Tensor, learn: bool = True, computing: Computing = nullcontext
+) -> None:
     """Removes channels, and learns into the graph what sizes the code must then be told.
 
     It may get more of them wrong than without others: half of what is left is no longer the first of two parts.
     """
     remove(model, graph, dead)
     if learn:
+
+        def run() -> None:
+            with computing():
+                call(model, graph.sample)
+
         with torch.no_grad(), plain_attention, same_start(model):
-            wrong, asks = learn_sizes(model, graph.calls, dead, lambda: call(model, graph.sample), graph.updated)
+            wrong, asks = learn_sizes(model, graph.calls, dead, run, graph.updated)
         graph.sizes |= wrong
         apply_sizes(model, graph.sizes, graph.calls, dead, asks)
 

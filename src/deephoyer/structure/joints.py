@@ -14,8 +14,27 @@ from torch import Tensor, nn
 
 from deephoyer.structure.layers import CONV, LINEAR, LayerKind, Renewed, channel_dim, cut, kind_of, nonzero, put, size
 
+NAMED = (1,) * 6
+"""A shape that no layer's weight has."""
 
-class Gather(nn.Module):
+
+class Joint(nn.Module):
+    """What stands where the network had a layer; that layer's own names are then no longer in the state dict."""
+
+    def bear_name(self, like: Tensor) -> None:
+        """Puts something under the name of the layer's weight that fits no layer.
+
+        A library that finds nothing under a name may draw random numbers, and only warn of it. What doesn't fit it
+        refuses.
+        """
+        self.register_buffer("weight", like.detach().new_zeros(NAMED))
+
+    @property
+    def bears_name(self) -> bool:
+        return self._buffers.get("weight") is not None
+
+
+class Gather(Joint):
     """A layer with index selection in front (`read`) and behind (`write`).
 
     `read[i]` is the channel that input i of the layer comes from. `write[j]` is the layer's output that
@@ -83,7 +102,7 @@ class Gather(nn.Module):
         return y.new_empty(shape).zero_().index_copy_(dim, self.place, y)
 
 
-class ConstantLayer(nn.Module):
+class ConstantLayer(Joint):
     """What a layer gives that has no weights left: its bias at every place, in the shape the layer gave."""
 
     value: Tensor

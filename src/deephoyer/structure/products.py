@@ -112,6 +112,24 @@ def multiplies_by_expert(n: Labels, op: Operation) -> None:
     n.set(op.out, [axis[0] for axis in n.across(w, 1) if axis.shape[0] == 1])
 
 
+def multiplies_pairs(n: Labels, op: Operation) -> None:
+    """A bilinear layer reads the channels of two tensors, each along a dimension of its weight."""
+    x, w, y = op.args[:3]
+    if not n.is_weight(w) or [list(dims) for dims in op.args[3:7]] != [[1, 3], [0], [1, 2], [2, 3]]:
+        return mixes(n, op)
+    for tensor, dim in ((x, 1), (y, 2)):
+        mine, theirs = n.along(tensor, 1), n.along(w, dim)
+        for axis in mine:
+            n.joined.join(n.line(axis, 1), n.line(theirs[0], dim)) if theirs else n.joined.fix(axis, "network input")
+        for axis in theirs if not mine else ():
+            n.joined.fix(axis, "network input")
+        note_reads(n, w, theirs)
+    made = [n.line(axis, 0).view(1, -1) for axis in n.of(w) if axis.shape[0] > 1]
+    n.writes.update(place for axis in n.along(w, 0) if (place := n.place_of(axis)) is not None)
+    rows = [axis for tensor in (x, y) for axis in n.across(tensor, 1)]
+    n.set(op.out, meet(n, [([len(x), 1], rows), ([1, len(w)], made)], op.where))
+
+
 # Convolutions.
 
 
@@ -207,14 +225,23 @@ def _in_groups(n: Labels, op: Operation, ins: Tensor, w: Tensor, groups: int) ->
 
 
 def _transposed_in_groups(n: Labels, op: Operation, ins: Tensor, w: Tensor, groups: int) -> list[Tensor]:
-    """Whole groups of a transposed convolution go; gives the channels that it makes."""
+    """What of a transposed convolution can only go together; gives the channels that it makes."""
     name = n.owner(w)
-    if name is None or not by_blocks(groups, len(ins), op.out.shape[1]):
+    if name is None:
         n.fix([w], f"{op.where} is a transposed convolution in groups")
         n.joined.fix(ins, f"{op.where} is a transposed convolution in groups")
         return []
-    n.of(w)
+    axes = n.of(w)
     outs = n.joined.new(op.out.shape[1])
+    if not by_blocks(groups, len(ins), len(outs)):  # all groups lose the same channels
+        n.joined.join(n.places[name, 0], ins)
+        for half in (ins.view(groups, -1), outs.view(groups, -1)):
+            n.joined.join(half, half[:1])
+        if (name, 1) in n.places:
+            n.joined.join(n.places[name, 1], outs.view(groups, -1)[0])
+            n.writes.add((name, 1))
+        note_reads(n, w, [axis for axis in axes if axis.shape[0] > 1])
+        return [outs]
     whole = torch.cat([n.places[name, 0].view(groups, -1), ins.view(groups, -1), outs.view(groups, -1)], 1)
     n.joined.join(whole, whole[:, :1])
     if (name, 1) in n.places:
@@ -358,6 +385,7 @@ _RULES: tuple[tuple[Rule, str], ...] = (
     (multiplies_by_vector, "mv addmv dot vdot"),
     (applies, "linear"),
     (multiplies_by_expert, "_grouped_mm"),
+    (multiplies_pairs, "_trilinear"),
     (convolves, "convolution"),
     (convolves_at_offsets, "deform_conv2d"),
     (

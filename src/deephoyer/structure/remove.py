@@ -19,6 +19,7 @@ from deephoyer.structure.sizes import apply_sizes
 
 SIZES: dict[str, dict[str, Place]] = {
     "Linear": {"out_features": ("weight", 0), "in_features": ("weight", 1)},
+    "Bilinear": {"out_features": ("weight", 0), "in1_features": ("weight", 1), "in2_features": ("weight", 2)},
     "_ConvNd": {"out_channels": ("weight", 0), "in_channels": ("weight", 1)},
     "_ConvTransposeNd": {"out_channels": ("weight", 1), "in_channels": ("weight", 0)},
     "Embedding": {"embedding_dim": ("weight", 1)},

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from deephoyer.errors import UserError, first_line
 from deephoyer.structure.attention import narrow, opened
-from deephoyer.structure.joints import ConstantLayer, Gather, replace
+from deephoyer.structure.joints import ConstantLayer, Gather, Joint, replace
 from deephoyer.structure.layers import CONV, LINEAR, NORM, WIRING, LayerKind, Renewed, kind_of, loose_tensors, put, size
 from deephoyer.structure.narrowed import PLACE, RECORD, narrowed, set_size, sizes_of
 from deephoyer.structure.remove import owner, resize
@@ -49,6 +49,8 @@ def describe(model: nn.Module) -> dict[str, Any]:
             }
         elif name not in inside and (kind := kind_of(module)) is not None:
             modules[name] = _layer_entry(module, kind)
+        if isinstance(module, Joint) and module.bears_name:
+            modules[name]["named"] = True
     loose = {name: list(tensor.shape) for name, tensor in _loose(model).items() if not _made_anew(model, name)}
     sizes = {name: dict(sizes_of(module)) for name, module in model.named_modules() if hasattr(module, RECORD)}
     return {"version": VERSION, "modules": modules, "tensors": loose} | ({"sizes": sizes} if sizes else {})
@@ -87,6 +89,29 @@ def reshape_(model: nn.Module, description: Mapping[str, Any]) -> None:
     renewed = Renewed()
     for step in steps:
         step(renewed)
+
+
+def part_for(model: nn.Module, description: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a description that says this model's shape, if it was inside of the model described; else all.
+
+    >>> outer = nn.Sequential(nn.Sequential(nn.Linear(3, 2)), nn.Linear(2, 1))
+    >>> part_for(outer[0], describe(outer))["modules"]
+    {'0': {'kind': 'linear', 'out': 2, 'in': 3, 'bias': True}}
+    """
+    known = {name for name, module in model.named_modules() if kind_of(module) is not None}
+    modules = description.get("modules") if isinstance(description, Mapping) else None
+    if not isinstance(modules, Mapping) or not known or known <= set(modules):
+        return description
+    first = min(known)
+    for prefix in [name.removesuffix(first) for name in modules if name.endswith(f".{first}")]:
+        if {name.removeprefix(prefix) for name in modules if name.startswith(prefix)} == known:
+            return {
+                key: {n.removeprefix(prefix): its for n, its in part.items() if n.startswith(prefix)}
+                if isinstance(part, Mapping)
+                else part
+                for key, part in description.items()
+            }
+    return description
 
 
 def check_joints(model: nn.Module) -> None:
@@ -159,18 +184,32 @@ def _keys(kind: LayerKind) -> set[str]:
 
 
 def _constant_step(model: nn.Module, name: str, module: nn.Module, kind: LayerKind, entry: Any) -> Step:
-    _require(set(entry) == {"kind", "of", "out", "trained"}, f"{name!r}: a constant has of, out and trained")
+    _require(set(entry) - {"named"} == {"kind", "of", "out", "trained"}, f"{name!r}: a constant has of, out, trained")
     _require(kind in (LINEAR, CONV, NORM) and entry["of"] == kind.name, f"{name!r} is a {kind.name} layer")
     _require(isinstance(entry["trained"], bool), f"{name!r}: trained must be true or false")
     count = _number(name, entry["out"], 1, size(module, kind, "out"))
     like = next((t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point()), torch.zeros(1))
     value = like.detach().new_zeros(count)
-    return lambda renewed: replace(model, name, ConstantLayer(module, value, entry["trained"]))
+    named = _named(name, entry)
+
+    def step(renewed: Renewed) -> None:
+        constant = ConstantLayer(module, value, entry["trained"])
+        if named:
+            constant.bear_name(value)
+        replace(model, name, constant)
+
+    return step
+
+
+def _named(name: str, entry: Any) -> bool:
+    named = entry.get("named", False)
+    _require(isinstance(named, bool), f"{name!r}: named must be true or false")
+    return bool(named)
 
 
 def _gather_step(model: nn.Module, name: str, module: nn.Module, kind: LayerKind, entry: Any) -> Step:
     keys = {"kind", "read", "write", "fill", "layer"}
-    _require(set(entry) == keys and name != "", f"{name!r}: a joint has read, write, fill and layer")
+    _require(set(entry) - {"named"} == keys and name != "", f"{name!r}: a joint has read, write, fill and layer")
     _require(kind in (LINEAR, CONV), f"{name!r} can't have a joint")
     _check_layer(name, module, kind, entry["layer"])
     _require(isinstance(entry["fill"], bool), f"{name!r}: fill must be true or false")
@@ -181,14 +220,17 @@ def _gather_step(model: nn.Module, name: str, module: nn.Module, kind: LayerKind
     if entry["write"] is not None:
         index["write"] = torch.zeros(_number(name, entry["write"], 1, size(module, kind, "out")), dtype=torch.long)
     _require(not (entry["fill"] and entry["write"] is None), f"{name!r}: a fill without write")
-    weight = module.weight
+    weight, named = module.weight, _named(name, entry)
     assert isinstance(weight, Tensor)
 
     def step(renewed: Renewed) -> None:
         width = size(module, kind, "in")
         _shrink(module, kind, entry["layer"], renewed)
         fill = weight.detach().new_zeros(entry["write"]) if entry["fill"] else None
-        replace(model, name, Gather(module, index["read"], index["write"], fill, width))
+        joint = Gather(module, index["read"], index["write"], fill, width)
+        if named:
+            joint.bear_name(weight)
+        replace(model, name, joint)
 
     return step
 
