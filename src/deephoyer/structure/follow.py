@@ -1,8 +1,8 @@
 """Follows channels through a network: one forward pass in which every tensor carries the channels along its dimensions.
 
-What each operation does to them is in `operations.py` and `products.py`. Because the numbers go through the very
-operations that the values go through, flattening, shuffling and concatenation come out right without a rule for
-each, and a layer is whatever uses a parameter, of whichever class it is.
+What each operation does to them is in `moving.py`, `elementwise.py` and `products.py`. Because the numbers go through
+the very operations that the values go through, flattening, shuffling and concatenation come out right without a rule
+for each, and a layer is whatever uses a parameter, of whichever class it is.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from deephoyer.inference import (
     same_numbers,
     unchecked_distributions,
 )
-from deephoyer.structure import operations, products
+from deephoyer.structure import elementwise, moving, products
 from deephoyer.structure.asked_sizes import (
     CREATES,
     SLICES,
@@ -42,9 +42,10 @@ from deephoyer.structure.asked_sizes import (
 from deephoyer.structure.attention import opened
 from deephoyer.structure.channel_ids import Labels
 from deephoyer.structure.channels import IN, OUT, Blocks, ChannelGraph, Place
+from deephoyer.structure.elementwise import LAYS_OUT, TEMPLATES
 from deephoyer.structure.inputs import outputs_in, tensors_in
 from deephoyer.structure.layers import WIRING, kind_of
-from deephoyer.structure.operations import LAYS_OUT, TEMPLATES, Operation, Rule
+from deephoyer.structure.operations import Operation, Rule, meet, mixes
 from deephoyer.structure.rms import RmsNorm, rms_norm
 from deephoyer.structure.sizes import Setting, SizedCall, SizeRule, counts_heads, mark_settings
 
@@ -158,7 +159,7 @@ class Follower(TorchDispatchMode):
         tensors = tensors_in(out)
         if func in SLICES:
             bounds = [(dim, bound) for dim, start, stop in slices_of(*args) for bound in (start, stop)]
-            # A single place is the code's own: where its numbers are used, all stay (`operations.takes`).
+            # A single place is the code's own: where its numbers are used, all stay (`moving.takes`).
             whole = [
                 (dim, [] if stop - start == 1 else self._lying(args[0], dim))
                 for dim, start, stop in slices_of(*args)
@@ -263,7 +264,7 @@ class Follower(TorchDispatchMode):
         shape = [-1 if d == norm.dim % x.dim() else 1 for d in range(x.dim())]
         own = [p for p in module._parameters.values() if p is not None]
         parts = [(x.shape, n.of(x)), *((p.view(shape).shape, [a.view(shape) for a in n.of(p)]) for p in own)]
-        n.set(y, operations.meet(n, parts, self.where()))
+        n.set(y, meet(n, parts, self.where()))
 
     def _keep_whole(self, name: str, module: nn.Module, tensors: list[Tensor]) -> None:
         """For other inputs a module may do something else with all that its own code has in hand, which stays.
@@ -340,7 +341,7 @@ class Follower(TorchDispatchMode):
             n.of(op.args[1], dims=2)  # the places of a kernel are no channels
         if op.outs and not any(t.numel() for t in op.outs) and not all(t.numel() for t in op.given):
             n.fix(op.given, f"nothing comes to {op.where} for these examples")
-        elif any(n.known(t) for t in op.given) or rule_of(op) is operations.makes:
+        elif any(n.known(t) for t in op.given) or rule_of(op) is elementwise.makes:
             try:
                 rule_of(op)(n, op)
                 fits = all(n.fits(t) for t in op.outs)
@@ -486,11 +487,11 @@ def _keeps_zero(op: Operation) -> bool:
 
 def rule_of(op: Operation) -> Rule:
     name = op.name.rstrip("_") or op.name
-    rule = products.RULES.get(name) or operations.RULES.get(name)
+    rule = products.RULES.get(name) or moving.RULES.get(name) or elementwise.RULES.get(name)
     if rule is not None:
         return rule
     if op.name.startswith("_scaled_dot_product"):
         return products.attends
     if torch.Tag.pointwise in op.func.tags:
-        return operations.pointwise
-    return operations.spatial if op.name.startswith(operations.SPATIAL) else operations.mixes
+        return elementwise.pointwise
+    return elementwise.spatial if op.name.startswith(elementwise.SPATIAL) else mixes
