@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+import allowed_drop
 import deephoyer as dh
 import latency_targets
 import plan
@@ -80,6 +81,11 @@ def test_tables_of_trained_transformers_are_those_of_their_records(task):
 def test_tables_of_plans_are_those_of_their_records(record):
     table = plan.table(json.loads(record.read_text(encoding="utf-8")))
     assert f"<!-- {record.stem} -->\n{table}" in (DOCS / "plan.md").read_text(encoding="utf-8")
+
+
+def test_the_table_of_a_drop_alone_is_that_of_its_record():
+    record = json.loads((DOCS.parent / "results" / "bench" / "allowed-drop.json").read_text(encoding="utf-8"))
+    assert f"<!-- allowed-drop -->\n{allowed_drop.table(record)}" in (DOCS / "plan.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
