@@ -320,9 +320,8 @@ def _try(model: nn.Module, graph: ChannelGraph, sets: Trial, inputs: Examples, l
     if all_nan(before):
         raise UserError("the model gives nothing but NaN, so there is nothing to compare.")
     learn |= any(rule.attribute is None for rule in graph.sizes)  # which code may compute from what was taken out
-    take_out(
-        small, graph, dead, learn, computing
-    )  # from the same copy: a large network is there twice, not three times
+    # From the same copy: a large network is there twice, not three times.
+    take_out(small, graph, dead, learn, computing)
     alive = alive_outputs(model, graph, dead, dead)
     with computing():
         compare(before, small, drawn, zeroed, alive, graph.exact, rounding, inside)
